@@ -2,7 +2,8 @@
 
 There is one attachment for each set of options, checked at intervals while it is used. When the machine's node restarts,
 ends or publishes another token, the next reads use the new state. A search that may take long runs in a thread of its
-own: only the first read of all waits for one. A process without a cluster imports no other module of this package.
+own. Only the first read of all waits for one, and not even that on the only node of a Ray cluster, whose actor starts
+meanwhile. A process without a cluster imports no other module of this package.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from millrace.cluster.cluster import Cluster
     from millrace.cluster.folder import FolderViews, LocalNode, NodeFacts
     from millrace.cluster.membership import Membership, NodeLink
+    from millrace.cluster.membership.ray_records import NodeRecord
 
 _log = logging.getLogger("millrace.cluster")
 
@@ -72,10 +74,11 @@ class Attached:
         return attachment.node
 
 
-def link_for(options: CacheOptions, origin: Origin | None = None) -> NodeLink | None:
+def link_for(options: CacheOptions, *origins: Origin) -> NodeLink | None:
     """The link through which a process with `options` takes part in a cluster; None without a cluster.
 
-    Raises `ConfigurationError` if an option is missing or wrong, `MissingDependencyError` without Ray.
+    In Ray, the cluster's other nodes get access to `origins`. Raises `ConfigurationError` if an option is missing or wrong,
+    `MissingDependencyError` without Ray.
     """
     members = options.members
     if members == "none" or (members == "auto" and not is_in_ray()):
@@ -84,10 +87,10 @@ def link_for(options: CacheOptions, origin: Origin | None = None) -> NodeLink | 
         return _link_by_name(options)
     if _process.parents is not None:  # a forked child cannot use Ray
         return _link_without_ray(options, _process.parents.get(options))
-    return _link_by_ray(options, origin)
+    return _link_by_ray(options, origins)
 
 
-def _link_by_ray(options: CacheOptions, origin: Origin | None) -> NodeLink | None:
+def _link_by_ray(options: CacheOptions, origins: Iterable[Origin]) -> NodeLink | None:
     """The link through the node of this Ray node, which is started if there is none; None on a Ray client (`ray://`)."""
     with importing():
         from millrace.cluster.folder import LocalNode, live_node
@@ -101,7 +104,7 @@ def _link_by_ray(options: CacheOptions, origin: Origin | None) -> NodeLink | Non
 
     try:
         record = find_node(
-            options, origin, start=node_starter(), is_alive=lambda directory: live_node(directory) is not None
+            options, origins, start=node_starter(), is_alive=lambda directory: live_node(directory) is not None
         )
     except OriginUnavailableError:
         link = _link_without_ray(options, None)
@@ -114,6 +117,25 @@ def _link_by_ray(options: CacheOptions, origin: Origin | None) -> NodeLink | Non
     if node is None:
         raise OriginUnavailableError(f"{record.directory}: its node has published nothing", next_step="try again")
     return node.link()
+
+
+def _start_without_waiting(options: CacheOptions, origins: Iterable[Origin]) -> Callable[[], NodeRecord | None] | None:
+    """Start the node of this Ray node if reads need not wait for it; returns a function that returns its record, or None.
+
+    They need not on the only Ray node, where no other node can own a block. The new node claims the folder of `options`,
+    which no node holds now, so the blocks that are stored there meanwhile are its own. Raises `OriginUnavailableError`.
+    """
+    if (
+        options.members != "auto"
+        or not is_in_ray()
+        or _process.parents is not None
+        or node_holding(options) is not None
+    ):
+        return None
+    with importing():
+        from millrace.cluster.membership.ray import start_on_only_node
+
+    return start_on_only_node(options, origins, start=node_starter())
 
 
 def _link_without_ray(options: CacheOptions, directory: Path | None) -> NodeLink | None:
@@ -214,7 +236,10 @@ class _Attachment:
 
     def __init__(self, process: _Process, options: CacheOptions, origin: Origin | None) -> None:
         self.options = options
-        self.origins: set[str] = set() if origin is None else {origin.identity}
+        self.origins: set[str] = set()
+        self._not_introduced: dict[str, Origin] = {}
+        if origin is not None:
+            self._add(origin)
         self.next_look = 0.0
         self.process = process
         self._lock = threading.Lock()
@@ -223,17 +248,32 @@ class _Attachment:
         self._in_ray = is_in_ray()
         self._gone_since: float | None = None
         self._own_limits_from: float | None = None
-        self._use(self._first_link(origin))
+        self._starting: Callable[[], NodeRecord | None] | None = None
+        self._use(self._first_link())
 
-    def _first_link(self, origin: Origin | None) -> NodeLink | None:
+    def _first_link(self) -> NodeLink | None:
         try:
-            return link_for(self.options, origin)
+            self._starting = _start_without_waiting(self.options, self._not_introduced.values())
+            if self._starting is not None:
+                self._not_introduced = {}
+                self._gone_since = time.monotonic()
+                return None
+            return self._find_link()
         except MillraceError as error:
             if self.options.members != "auto":
                 raise
             _log.warning("this process reads without its Ray cluster's cache: %s", error)
             self._gone_since = time.monotonic()  # the search is repeated from then on
             return None
+
+    def _find_link(self) -> NodeLink | None:
+        """`link_for`, which gives the cluster access to the origins that it does not have yet."""
+        origins = list(self._not_introduced.values())
+        link = link_for(self.options, *origins)
+        if link is not None:
+            for origin in origins:
+                self._not_introduced.pop(origin.identity, None)
+        return link
 
     def _use(self, link: NodeLink | None) -> None:
         """Read through `link` from now on."""
@@ -256,6 +296,8 @@ class _Attachment:
             node.connect(source=ClusterSources(cluster), metadata_source=listings, reopen=reopen)
             cluster.distinguish_copies(node)
         self._link = link
+        if link is not None:
+            self._starting = None
         self.views = _folder_views(link)
         self.node = node
         self._next_alive = time.monotonic() + _ALIVE_SECONDS
@@ -270,17 +312,22 @@ class _Attachment:
 
     def _plan(self) -> None:
         """Set the time of the next look."""
-        self.next_look = time.monotonic() + (_LOOK_SECONDS if self._link is not None else _ALIVE_SECONDS)
+        waits = self._link is None and self._starting is None
+        self.next_look = time.monotonic() + (_ALIVE_SECONDS if waits else _LOOK_SECONDS)
 
     def introduce(self, origin: Origin) -> None:
         """Register an origin in a cluster in Ray. Other clusters do not need it."""
         with self._lock:
             if origin.identity in self.origins:
                 return
-            self.origins.add(origin.identity)
+            self._add(origin)
             if self._link is None or not self._by_ray:
                 return
-        self._search(origin)
+        self._search()
+
+    def _add(self, origin: Origin) -> None:
+        self.origins.add(origin.identity)
+        self._not_introduced[origin.identity] = origin
 
     def look(self) -> None:
         """Follow changes of the machine's node. Never raises. Returns at once while another thread does the same."""
@@ -293,6 +340,12 @@ class _Attachment:
 
     def _follow(self) -> None:
         """Take over changed facts of the node, or start a search if the link no longer holds. The lock is held."""
+        node = self._started_node()
+        if node is not None:
+            self._use(node.link())
+            if self._not_introduced:
+                self._start_search()
+            return
         facts = self._facts()
         if facts is not None and self._take_over(facts):
             return
@@ -327,6 +380,18 @@ class _Attachment:
             self._use(self._link)
         except (MillraceError, OSError) as error:
             _log.warning("the limits of this machine's node cannot be applied: %s", error)
+
+    def _started_node(self) -> LocalNode | None:
+        """The node whose start was not waited for, once it runs."""
+        if self._starting is None:
+            return None
+        node = node_holding(self.options)
+        try:
+            record = None if node is None else self._starting()
+        except OriginUnavailableError:
+            self._starting = None  # the search after `_FOR_GOOD_SECONDS` finds it
+            return None
+        return node if node is not None and record is not None and record.member_id == node.facts.member_id else None
 
     def _facts(self) -> NodeFacts | None:
         """The newest facts of the node behind the link, if that node is still in our cluster."""
@@ -382,6 +447,7 @@ class _Attachment:
 
     def _start_search(self) -> None:
         """Search in a thread of its own, unless one is already running. The lock is held."""
+        self._starting = None
         if not self._searching:
             self._searching = True
             try:
@@ -392,14 +458,14 @@ class _Attachment:
 
     def _search_once(self) -> None:
         try:
-            self._search(None)
+            self._search()
         finally:
             self._searching = False
 
-    def _search(self, origin: Origin | None) -> None:
+    def _search(self) -> None:
         """Find the link again, which may take a minute, and use it."""
         try:
-            link = link_for(self.options, origin)
+            link = self._find_link()
         except MillraceError as error:
             # The present link stays: its view is old, and breakers skip members that do not respond.
             _log.warning("this process cannot find its cluster again: %s", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,16 @@ from PIL import Image
 from tests.support.azurite import AzuriteServer
 from tests.support.hub_server import HubServer
 from tests.support.ray_sessions import start_ray
+from tests.support.waiting import wait_until
 from tests.support.web_server import WebServer
 
 import millrace
+from millrace.cache.reading.fetching import direct
+from millrace.cluster.membership.ray_actor import find_origin
+from millrace.cluster.membership.ray_control import ControlPlane
+from millrace.cluster.membership.ray_records import cluster_name
+from millrace.cluster.node_starter import node_starter, set_node_starter
+from millrace.config import resolve
 
 ray = pytest.importorskip("ray")
 
@@ -57,6 +65,47 @@ def test_read_parquet_reads_the_origin_in_the_first_epoch_only(
         origin_bytes.append(fs.cache_counters()["origin_bytes"])
     size = sum(fs.info(f"{bucket}/train/{number}.parquet")["size"] for number in range(4))
     assert origin_bytes == [size] * 3
+
+
+def _starter_waiting_for(path: Path) -> Any:
+    """A function that starts a node once a file exists. Pickled by value, because the actor cannot import this module."""
+    start = node_starter()
+
+    def start_later(*arguments: Any, **options: Any) -> Any:
+        while not path.exists():
+            time.sleep(0.05)
+        return start(*arguments, **options)
+
+    return start_later
+
+
+def test_reads_on_the_only_ray_node_do_not_wait_for_its_actor(
+    cluster: None, bucket: str, s3_options: dict[str, Any], tmp_path: Path
+) -> None:
+    keys = [f"{bucket}/{name}" for name in ("before", "after")]
+    writer = millrace.filesystem("s3", **{**s3_options, "members": "none", "cache_dir": str(tmp_path / "writer")})
+    for key in keys:
+        writer.pipe_file(key, key.encode() * 100)
+    start, may_start = node_starter(), tmp_path / "may-start"
+    set_node_starter(_starter_waiting_for(may_start))
+    try:
+        fs = millrace.filesystem("s3", consistency="immutable", **s3_options)
+        assert fs.cat_file(keys[0]) == keys[0].encode() * 100
+        second = millrace.filesystem("http", cache_dir=s3_options["cache_dir"], min_free=0, consistency="immutable")
+        assert second.node is fs.node
+        assert fs.node.source is direct
+        may_start.touch()
+        wait_until(lambda: fs.node.source is not direct, "the file system reads through the node")
+    finally:
+        set_node_starter(start)
+    assert [fs.cat_file(key) for key in keys] == [key.encode() * 100 for key in keys]
+    assert fs.cache_counters()["origin_bytes"] == sum(len(key) * 100 for key in keys)
+
+    # The node has access to the origins of both.
+    control = ControlPlane(ray.get_runtime_context().gcs_address)
+    name = cluster_name(fs._options, resolve({}).cache_dirs)
+    wait_until(lambda: find_origin(control, name, second.origin_identity) is not None, "the second origin is known")
+    assert find_origin(control, name, fs.origin_identity) is not None
 
 
 def test_read_images_returns_all_images(cluster: None, bucket: str, s3_options: dict[str, Any]) -> None:

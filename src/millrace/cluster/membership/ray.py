@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ _CALLS_AT_ONCE = 8
 
 def find_node(
     options: CacheOptions,
-    origin: Any = None,
+    origins: Iterable[Any] = (),
     *,
     start: StartNode,
     is_alive: Callable[[Path], bool] = lambda directory: False,
@@ -38,30 +39,45 @@ def find_node(
     """The node on this process's Ray node, started by `start` if there is none; None on a Ray client (`ray://`).
 
     `is_alive` returns whether the node with a directory runs; if it does, no request is sent to its actor. The other nodes
-    get access to `origin`. If nothing has run for `idle_seconds` on a Ray node that an autoscaler may remove, its node
+    get access to `origins`. If nothing has run for `idle_seconds` on a Ray node that an autoscaler may remove, its node
     leaves and its actor ends.
 
     Thread-safe; must not be called in a forked child. Raises `OriginUnavailableError` if the control plane does not respond
     or the actor does not start within a minute, and the errors of `start`.
     """
-    import ray
-
-    if ray.util.client.ray.is_connected():
-        return None  # the disks of this machine are not the cluster's
-    runtime = ray.get_runtime_context()
-    ray_node = str(runtime.get_node_id())
-    control = _connections.to(str(runtime.gcs_address))
+    if _is_client():
+        return None
+    control, ray_node = _here()
     cluster = cluster_name(options, _default_dirs())
-    if origin is not None:
+    for origin in origins:
         introduce(control, cluster, origin)
     name = actor_name(cluster, options, ray_node)
-    data = control.get(f"{cluster}/node/{name}")
-    if data is not None:
-        record = NodeRecord.from_bytes(data)
-        # A lookup of the actor costs several times as much, and Ray starts new processes all the time.
-        if is_alive(record.directory):
-            return record
+    record = _record(control, cluster, name)
+    # A lookup of the actor costs several times as much, and Ray starts new processes all the time.
+    if record is not None and is_alive(record.directory):
+        return record
     return _record_from(_actor(name, ray_node, start, options, cluster, idle_seconds))
+
+
+def start_on_only_node(
+    options: CacheOptions, origins: Iterable[Any] = (), *, start: StartNode
+) -> Callable[[], NodeRecord | None] | None:
+    """Start the node of this Ray node without waiting for it, if there is no other Ray node and no node has started here.
+
+    Returns None if that does not hold, else a function that returns the node's record, or None before the node runs. That
+    function makes a request to the control plane and uses nothing else of Ray. Otherwise as `find_node`.
+    """
+    if _is_client():
+        return None
+    control, ray_node = _here()
+    cluster = cluster_name(options, _default_dirs())
+    name = actor_name(cluster, options, ray_node)
+    if _record(control, cluster, name) is not None or control.living_nodes() != {ray_node}:
+        return None
+    for origin in origins:
+        introduce(control, cluster, origin)
+    _actor(name, ray_node, start, options, cluster)
+    return partial(_record, control, cluster, name)
 
 
 def start_everywhere(options: CacheOptions, *, start: StartNode) -> set[str]:
@@ -103,6 +119,27 @@ def ray_nodes(options: CacheOptions) -> dict[str, str]:
     for record in parse_members(control.scan(f"{cluster_name(options, _default_dirs())}/member/")).values():
         found[record.member.id] = record.ray_node
     return found
+
+
+def _is_client() -> bool:
+    """Whether this process uses Ray through a Ray client: the disks of its machine are not the cluster's."""
+    import ray
+
+    return bool(ray.util.client.ray.is_connected())
+
+
+def _here() -> tuple[ControlPlane, str]:
+    """The control plane of this process's Ray cluster, and the id of its Ray node."""
+    import ray
+
+    runtime = ray.get_runtime_context()
+    return _connections.to(str(runtime.gcs_address)), str(runtime.get_node_id())
+
+
+def _record(control: ControlPlane, cluster: str, name: str) -> NodeRecord | None:
+    """The record that an actor has written; None before that."""
+    data = control.get(f"{cluster}/node/{name}")
+    return None if data is None else NodeRecord.from_bytes(data)
 
 
 def _actor(
