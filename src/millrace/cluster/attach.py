@@ -123,7 +123,7 @@ def _start_without_waiting(options: CacheOptions, origins: Iterable[Origin]) -> 
     """Start the node of this Ray node if reads need not wait for it; returns a function that returns its record, or None.
 
     They need not on the only Ray node, where no other node can own a block. The new node claims the folder of `options`,
-    which no node holds now, so the blocks that are stored there meanwhile are its own. Raises `OriginUnavailableError`.
+    which no node holds now, so the blocks that are stored there meanwhile are its own.
     """
     if (
         options.members != "auto"
@@ -135,7 +135,10 @@ def _start_without_waiting(options: CacheOptions, origins: Iterable[Origin]) -> 
     with importing():
         from millrace.cluster.membership.ray import start_on_only_node
 
-    return start_on_only_node(options, origins, start=node_starter())
+    try:
+        return start_on_only_node(options, origins, start=node_starter())
+    except OriginUnavailableError:  # a search finds a running node without Ray, or raises this again
+        return None
 
 
 def _link_without_ray(options: CacheOptions, directory: Path | None) -> NodeLink | None:
