@@ -172,6 +172,15 @@ def typed(measure: Measure, context: Mapping[str, Any]) -> dict[str, str]:
     return _millrace(measure, context, 1)
 
 
+@case.contender("Millrace, compiled loops")
+def compiled(measure: Measure, context: Mapping[str, Any]) -> dict[str, str]:
+    """With the library numba, as in a process that has coded 4 GiB."""
+    from millrace.checkpoint.codec import splitting
+
+    assert splitting.loops.load()
+    return _millrace(measure, context, 1)
+
+
 @case.contender("Millrace max")
 def most(measure: Measure, context: Mapping[str, Any]) -> dict[str, str]:
     return _millrace(measure, context, 2)

@@ -38,14 +38,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from typing_extensions import Buffer
 
 from millrace.checkpoint.codec import deltas, zstd
-from millrace.checkpoint.codec.chunks import CHUNK_BYTES, MAX_CHUNK_BYTES, OPAQUE, Array, Effort, Kind, as_bytes
-from millrace.checkpoint.codec.deltas import SIGNED, apply_difference, by_exponent, difference
+from millrace.checkpoint.codec.chunks import MAX_CHUNK_BYTES, OPAQUE, Array, Effort, Kind, as_bytes
+from millrace.checkpoint.codec.deltas import apply_difference, by_exponent, difference
+from millrace.checkpoint.codec.splitting import Scratch, Splitter
 from millrace.errors import CorruptCheckpointError
 
 _HALVED, _DELTA, _GROUPED, _ROTATION_SHIFT = 0x08, 0x20, 0x40, 6
@@ -97,7 +97,8 @@ class PlaneCodec:
         self._short_blocks = zstd.without_matches(window_log=_SHORT_BLOCK_LOG)
         self._zstd = zstd.at_level(1)
         self._strongest: zstd.Compressor | None = None
-        self._scratch: dict[str, Array] = {}
+        self._scratch = Scratch()
+        self._splitter = Splitter(self._scratch)
 
     # --- encoding ---------------------------------------------------------------------------------
 
@@ -131,12 +132,12 @@ class PlaneCodec:
             index = np.flatnonzero(words != bases)
             if words.size >= _SPARSE_LEAST and index.size * _SPARSE_SHARE <= words.size:
                 return self._encode_sparse(words, bases, index, kind)
-            coded = self._array("coded", words.dtype, words.size)
-            difference(words, bases, kind.is_float, coded, self._array)
+            coded = self._scratch.array("coded", words.dtype, words.size)
+            difference(words, bases, kind.is_float, coded, self._scratch.array)
             if self._is_grouped(coded, bases, kind, effort):
                 code |= _GROUPED
                 coded = np.take(
-                    coded, by_exponent(bases), out=self._array("grouped", words.dtype, words.size), mode="clip"
+                    coded, by_exponent(bases), out=self._scratch.array("grouped", words.dtype, words.size), mode="clip"
                 )
             planes = self._split(coded.view(np.uint8), kind, 0)
         return _packed(bytes([code]), [self._encode_plane(plane, effort) for plane in planes])
@@ -152,7 +153,7 @@ class PlaneCodec:
         """A delta of the elements `index`, which are all that differ."""
         distances = deltas.encode_distances(index)
         values = np.empty(index.size, dtype=words.dtype)
-        difference(words[index], bases[index], kind.is_float, values, self._array)
+        difference(words[index], bases[index], kind.is_float, values, self._scratch.array)
         values -= values.dtype.type(1)  # none is zero
         planes = [distances.escaped, *(() if distances.low is None else (distances.low,))]
         planes += self._split(values.view(np.uint8), kind, 0)
@@ -179,11 +180,7 @@ class PlaneCodec:
         return bool(planes) and all(self._encode_plane(plane, Effort.TYPED)[0] is Mode.RAW for plane in planes)
 
     def _encode_halved(self, data: Array, effort: Effort) -> list[Buffer]:
-        words = _elements(data, _SINGLE)
-        low, high = (self._array(name, np.uint16, words.size) for name in ("low", "high"))
-        np.copyto(low, words, casting="unsafe")
-        np.right_shift(words, 16, out=high, casting="unsafe")
-        planes = self._split_words(high, 1)
+        low, planes = self._splitter.split_halves(_elements(data, _SINGLE))
         coded = [self._encode_plane(plane, effort) for plane in planes]
         return _packed(bytes([_SINGLE.code | _HALVED]), [(Mode.RAW, low.view(np.uint8).data), *coded])
 
@@ -259,27 +256,7 @@ class PlaneCodec:
         if width == 1:
             # Rotation does not change the entropy of a single plane.
             return [data]
-        return self._split_words(_elements(data, kind), rotation)
-
-    def _split_words(self, words: Array, rotation: int) -> list[Array]:
-        # Numpy narrows several times as fast as it copies with a stride. Each step works on the whole chunk: in blocks that
-        # fit a smaller cache, threads would wait longer for the interpreter lock than for memory.
-        width = words.itemsize
-        planes = self._array("planes", np.uint8, width * words.size).reshape(width, words.size)
-        for number in range(1, width):
-            np.right_shift(words, 8 * number - rotation, out=planes[number], casting="unsafe")
-        lowest = planes[0]
-        np.copyto(lowest, words, casting="unsafe")
-        if rotation:
-            high = self._array("narrow", np.uint8, words.size)
-            if rotation == 1:  # adding and comparing bytes is much faster than shifting them
-                np.add(lowest, lowest, out=lowest)
-                np.less(words.view(SIGNED[width]), 0, out=high.view(np.bool_))
-            else:
-                np.left_shift(lowest, rotation, out=lowest)
-                np.right_shift(words, 8 * width - rotation, out=high, casting="unsafe")
-            np.bitwise_or(lowest, high, out=lowest)
-        return list(planes)
+        return self._splitter.split(_elements(data, kind), rotation)
 
     # --- decoding ---------------------------------------------------------------------------------
 
@@ -318,7 +295,7 @@ class PlaneCodec:
             nbytes = target.size // width * (2 if halved and number == 0 else 1)
             planes.append(self._decode_plane(source[1 + number], body, nbytes))
         if halved:
-            self._join_halves(planes, target)
+            self._splitter.join_halves(planes[0], planes[1:], _elements(target, _SINGLE))
             return
         if base is None:
             self._join(planes, target, kind, rotation + 1 if kind.is_float else 0)
@@ -328,12 +305,12 @@ class PlaneCodec:
             raise CorruptCheckpointError("the base chunk has another length than the chunk")
         words, bases = _elements(target, kind), _elements(reference, kind)
         if rotation:
-            grouped = self._array("grouped", words.dtype, words.size)
+            grouped = self._scratch.array("grouped", words.dtype, words.size)
             self._join(planes, grouped.view(np.uint8), kind, 0)
             words[by_exponent(bases)] = grouped
         else:
             self._join(planes, target, kind, 0)
-        apply_difference(words, bases, kind.is_float, self._array)
+        apply_difference(words, bases, kind.is_float, self._scratch.array)
 
     def _decode_sparse(self, source: memoryview, kind: Kind, target: Array, reference: Array) -> None:
         width, expected = kind.width, kind.code | _DELTA | _SPARSE
@@ -364,7 +341,7 @@ class PlaneCodec:
         values = np.empty(number, dtype=words.dtype)
         self._join(planes[1 + low :], values.view(np.uint8), kind, 0)
         values += values.dtype.type(1)
-        apply_difference(values, bases[index], kind.is_float, self._array)
+        apply_difference(values, bases[index], kind.is_float, self._scratch.array)
         words[index] = values
 
     def _decode_plane(self, mode: int, body: memoryview, count: int) -> Array:
@@ -382,51 +359,7 @@ class PlaneCodec:
         if width == 1:
             target[:] = planes[0]
             return
-        words = _elements(target, kind)
-        if width == 8 and rotation:
-            self._join_wide(planes, words, rotation)
-        else:
-            self._join_words(planes, words, rotation)
-
-    def _join_words(self, planes: list[Array], words: Array, rotation: int) -> None:
-        np.copyto(words, planes[-1])
-        for plane in reversed(planes[:-1]):
-            _shift_left(words, 8, words)
-            np.bitwise_or(words, plane, out=words)
-        if rotation:
-            high = self._array("wide", words.dtype, words.size)
-            _shift_left(words, 8 * words.itemsize - rotation, high)
-            np.right_shift(words, rotation, out=words)
-            np.bitwise_or(words, high, out=words)
-
-    def _join_halves(self, planes: list[Array], target: Array) -> None:
-        words = _elements(target, _SINGLE)
-        low, high = np.ascontiguousarray(planes[0]).view(np.uint16), self._array("high", np.uint16, words.size)
-        self._join_words(planes[1:], high, 1)
-        np.copyto(words, high)
-        np.left_shift(words, 16, out=words)
-        np.bitwise_or(words, low, out=words)
-
-    def _join_wide(self, planes: list[Array], words: Array, rotation: int) -> None:
-        """`_join` by quarters of a word. Each quarter needs its two planes and a few bits of the next one."""
-        quarters = words.view(np.uint16).reshape(-1, 4)
-        one, other = (self._array(name, np.uint16, words.size) for name in ("one", "other"))
-        narrow = self._array("narrow", np.uint8, words.size)
-        for number in range(4):
-            low, high, following = planes[2 * number], planes[2 * number + 1], planes[(2 * number + 2) % 8]
-            np.left_shift(high, 8 - rotation, out=one, dtype=np.uint16)
-            np.right_shift(low, rotation, out=narrow)
-            np.bitwise_or(one, narrow, out=one)
-            np.left_shift(following, 16 - rotation, out=other, dtype=np.uint16)
-            np.bitwise_or(one, other, out=quarters[:, number])
-
-    def _array(self, name: str, dtype: Any, count: int) -> Array:
-        """Scratch memory that is kept between calls, so that its pages are mapped once."""
-        needed = count * np.dtype(dtype).itemsize
-        held = self._scratch.get(name)
-        if held is None or held.size < needed:
-            held = self._scratch[name] = np.empty(max(needed, CHUNK_BYTES), dtype=np.uint8)
-        return held[:needed].view(dtype)
+        self._splitter.join(planes, _elements(target, kind), rotation)
 
 
 def is_sparse(stored: memoryview) -> bool:
@@ -442,14 +375,6 @@ def _packed(head: bytes, coded: Sequence[tuple[Mode, Buffer]]) -> list[Buffer]:
 
 def _elements(data: Array, kind: Kind) -> Array:
     return data.view(_UNSIGNED[kind.width])
-
-
-def _shift_left(words: Array, bits: int, out: Array) -> None:
-    if words.itemsize == 2:
-        # Numpy multiplies 16-bit numbers 1.4 times as fast as it shifts them, and the product wraps.
-        np.multiply(words, 1 << bits, out=out)
-    else:
-        np.left_shift(words, bits, out=out)
 
 
 def _sample(values: Array, count: int) -> Array:

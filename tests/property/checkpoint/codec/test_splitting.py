@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from millrace.checkpoint.codec import splitting
 from millrace.checkpoint.codec.chunks import Kind
 from millrace.checkpoint.codec.planes import Mode, PlaneCodec
 
@@ -37,11 +40,22 @@ def chunk_of(code: int, planes: list[np.ndarray]) -> bytes:
     return bytes([code, *[Mode.RAW] * len(planes)]) + lengths + b"".join(plane.tobytes() for plane in planes)
 
 
+@pytest.fixture(scope="module", params=["numpy", "compiled"], autouse=True)
+def library(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splitting, "loops", splitting.Loops())
+        assert request.param == "numpy" or splitting.loops.load()
+        yield
+
+
 def decoded(chunk: bytes, kind: Kind, nbytes: int) -> np.ndarray:
-    # An unaligned target, as a slice of a larger one is.
+    # Also to an unaligned target, as a slice of a larger one is.
     memory = np.full(nbytes + 1, 0xA5, np.uint8)
     PlaneCodec().decode(chunk, kind, memory[1:].data)
-    return memory[1:]
+    aligned = np.full(nbytes, 0xA5, np.uint8)
+    PlaneCodec().decode(chunk, kind, aligned.data)
+    assert np.array_equal(aligned, memory[1:])
+    return aligned
 
 
 @settings(deadline=None)
