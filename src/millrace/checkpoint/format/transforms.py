@@ -50,10 +50,7 @@ class Transforms:
                     next_step="give instances of torch's StreamTransformExtension",
                 )
         self._extensions = tuple(extensions)
-
-    @property
-    def descriptors(self) -> tuple[str, ...]:
-        return tuple(extension.get_descriptor() for extension in self._extensions)
+        self.descriptors = tuple(extension.get_descriptor() for extension in self._extensions)
 
     def apply(self, stored: bytes) -> bytes:
         """Transform a stored chunk. Raises the errors of the extensions."""

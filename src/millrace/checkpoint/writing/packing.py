@@ -424,9 +424,6 @@ class ChunkEncoder:
     ) -> None:
         self._schedule = schedule
         self._transforms = transforms
-        # A save reads memory that does not change before its end, or copies of it. So a chunk that is neither compressed
-        # nor transformed refers to its raw bytes.
-        self._raw_stays = not transforms.descriptors
         self._codec = ChunkCodec()
         self._lock = threading.Lock()
         self._base = base
@@ -493,7 +490,9 @@ class ChunkEncoder:
 
     def _whole(self, raw: Array, kind: Kind, digest: int, effort: Effort) -> Encoded:
         began = perf_counter()
-        if effort == Effort.RAW and self._raw_stays:
+        # A save reads memory that does not change before its end, or copies of it. So a chunk that is neither compressed
+        # nor transformed refers to its raw bytes.
+        if effort == Effort.RAW and not self._transforms.descriptors:
             parts = self._codec.encode(raw.data, kind, effort=Effort.RAW)
             head, rest = (memoryview(part) for part in parts)
             self._schedule.encoded(Effort.RAW, raw.size, head.nbytes + rest.nbytes, perf_counter() - began)
@@ -513,13 +512,14 @@ class ChunkEncoder:
         """The stored bytes, and whether they are a sparse delta."""
         base = None if reference is None else reference.data
         parts = self._codec.encode(raw.data, kind, base, effort=effort)
-        stored = self._transforms.apply(b"".join(parts))
-        extensions = self._transforms.descriptors
-        if extensions and len(stored) > longest_stored(raw.size, is_extended=True):
-            raise UsageError(
-                f"{', '.join(extensions)} made {len(stored)} bytes of a chunk of {raw.size}, more than readers accept",
-                next_step="use an extension that adds at most an eighth (no base64, for example)",
-            )
+        stored = b"".join(parts)
+        if extensions := self._transforms.descriptors:
+            stored = self._transforms.apply(stored)
+            if len(stored) > longest_stored(raw.size, is_extended=True):
+                raise UsageError(
+                    f"{', '.join(extensions)} made {len(stored)} bytes of a chunk of {raw.size}, more than readers accept",
+                    next_step="use an extension that adds at most an eighth (no base64, for example)",
+                )
         self._schedule.encoded(effort, raw.size, len(stored), perf_counter() - began)
         return stored, is_sparse(memoryview(parts[0]))
 
