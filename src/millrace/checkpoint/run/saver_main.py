@@ -23,44 +23,14 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from millrace.checkpoint.run import processes
+from millrace.checkpoint.run import saver_protocol as protocol
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine
-from millrace.checkpoint.run.save_values import LastSave, SaveOrder, Staged, Written, picklable
-from millrace.checkpoint.run.saver_protocol import (
-    Acknowledge,
-    Channel,
-    Claimed,
-    Close,
-    Closed,
-    Closing,
-    Decide,
-    Decided,
-    DropRegion,
-    Emitted,
-    GiveState,
-    Logged,
-    MapRegion,
-    NewPlan,
-    Progressed,
-    Question,
-    Ready,
-    Refused,
-    Released,
-    Response,
-    Save,
-    Saved,
-    SharedState,
-    Start,
-    StartOver,
-    StateGiven,
-    TakeState,
-    Uploaded,
-    Warned,
-)
+from millrace.checkpoint.run.save_values import LastSave, Staged, Written, picklable
 from millrace.checkpoint.run.saving import Report, SaveProgress, SaveResult, SaveRunner
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.checkpoint.writing.shared_plan import SharedBase, SharedPlan, save_shared
-from millrace.errors import MillraceError
-from millrace.events import Event, redirect
+from millrace.errors import MillraceError, UsageError
+from millrace.events import redirect
 from millrace.origin.base import part_of
 from millrace.runtime.pipeline import limit_arenas
 
@@ -82,7 +52,7 @@ _NOTHING = _Mapping(None, 0, 0)
 class _MappedState:
     """A staged state of the training process. After `release` its memory may be overwritten."""
 
-    channel: Channel
+    channel: protocol.Channel
     ticket: int
     nbytes: int
     seconds: float
@@ -94,7 +64,7 @@ class _MappedState:
     def release(self) -> None:
         if not self.is_released:
             self.is_released = True
-            self.channel.send(Released(self.ticket))
+            self.channel.send(protocol.Released(self.ticket))
 
 
 def _save_mapped(staged: Staged, writer: RankWriter, count: Callable[[int], None]) -> None:
@@ -106,7 +76,7 @@ def _save_mapped(staged: Staged, writer: RankWriter, count: Callable[[int], None
 class _Saver:
     """Receives messages in the calling thread, and carries them out in another one, in order."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: protocol.Channel) -> None:
         self._channel = channel
         self._tasks: queue.SimpleQueue[object] = queue.SimpleQueue()
         # Progress that was sent and is not acknowledged, by ticket.
@@ -122,11 +92,11 @@ class _Saver:
         threading.Thread(target=self._work, name="millrace-saver", daemon=True).start()
         while True:
             message = self._channel.receive()
-            if isinstance(message, Acknowledge):
+            if isinstance(message, protocol.Acknowledge):
                 self._acknowledged[message.ticket].put(None)
-            elif isinstance(message, MapRegion):
+            elif isinstance(message, protocol.MapRegion):
                 self._regions[message.number] = self._mapped(message.nbytes)
-            elif isinstance(message, Closing):
+            elif isinstance(message, protocol.Closing):
                 self._begin_closing(message)
             else:
                 self._tasks.put(message)
@@ -145,65 +115,64 @@ class _Saver:
 
     def _carry_out(self, message: object) -> bool:
         """Returns False after the last message."""
-        if isinstance(message, Question):
+        if isinstance(message, protocol.Question):
             self._question, message = message.number, message.message
-        if isinstance(message, Start):
+        if isinstance(message, protocol.Start):
             return self._start(message)
         engine = self._engine
         if engine is None:
             raise AssertionError("the first message is `Start`")
-        if isinstance(message, Save):
+        if isinstance(message, protocol.Save):
             self._save(engine, message)
-        elif isinstance(message, Decide):
+        elif isinstance(message, protocol.Decide):
             self._decide(engine, message.step)
-        elif isinstance(message, NewPlan):
-            self._plan = message.plan
-        elif isinstance(message, DropRegion):
+        elif isinstance(message, SharedPlan):
+            self._plan = message
+        elif isinstance(message, protocol.DropRegion):
             self._regions.pop(message.number, None)
-        elif isinstance(message, StartOver):
+        elif isinstance(message, protocol.StartOver):
             engine.start_over()
-        elif isinstance(message, TakeState):
+        elif isinstance(message, protocol.TakeState):
             self._take_state(engine, message)
-        elif isinstance(message, GiveState):
+        elif isinstance(message, protocol.GiveState):
             self._give_state(engine)
-        elif isinstance(message, Close):
+        elif isinstance(message, protocol.Close):
             engine.close()
-            self._respond(Closed())
+            self._respond()
             return False
         else:
             raise AssertionError(f"an unknown message: {type(message).__name__}")
         return True
 
-    def _start(self, message: Start) -> bool:
+    def _start(self, message: protocol.Start) -> bool:
         processes.represent(message.process)
         try:
             options: EngineOptions = pickle.loads(message.options)
             tiers = options.open()
         except Exception as error:  # noqa: BLE001 - whatever a class of the user raises
-            self._respond(Refused(f"{type(error).__name__}: {error!s:.300}"))
+            self._respond(error=UsageError(f"{type(error).__name__}: {error!s:.300}"))
             return False
         self._engine = SaveEngine(
             options=options,
             tiers=tiers,
             damaged=set(),
             write=_save_mapped,
-            on_claim=lambda state: self._channel.send(Claimed(state)),
+            on_claim=self._channel.send,
         )
-        self._respond(Ready())
+        self._respond()
         return True
 
     def _decide(self, engine: SaveEngine, step: int) -> None:
-        order: SaveOrder | None = None
-        failure: Exception | None = None
         engine.renew_operation()
         with part_of(engine.operation):
             try:
                 order = engine.order(step)
             except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
-                failure = _portable(error)
-        self._respond(Decided(order, failure))
+                self._respond(error=_portable(error))
+            else:
+                self._respond(order)
 
-    def _save(self, engine: SaveEngine, message: Save) -> None:
+    def _save(self, engine: SaveEngine, message: protocol.Save) -> None:
         ticket = message.state.ticket
         logging.getLogger("millrace").setLevel(message.log_level)
         engine.damaged.update(message.damaged)
@@ -219,7 +188,7 @@ class _Saver:
             except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
                 failure = _portable(error)
             del staged
-            self._channel.send(Saved(ticket, written, failure, tuple(engine.damaged)))
+            self._channel.send(protocol.Saved(ticket, written, failure, tuple(engine.damaged)))
             if written is not None and written.is_near and engine.uploader is not None:
                 near = written  # for the type of the closure
                 self._uploads.submit(near.result.step, lambda _: self._upload(engine, near, ticket, report))
@@ -236,7 +205,7 @@ class _Saver:
         except BaseException:  # noqa: BLE001 - of a library, such as `asyncio.CancelledError`
             _fail()
         self._acknowledged.pop(ticket, None)
-        self._channel.send(Uploaded(ticket, result, failure))
+        self._channel.send(protocol.Uploaded(ticket, result, failure))
         return written.result
 
     def _report(self, ticket: int) -> Report:
@@ -250,12 +219,12 @@ class _Saver:
             if progress.phase == last[0] and not is_end and now - last[1] < _REPORT_SECONDS:
                 return
             last[:] = progress.phase, now
-            self._channel.send(Progressed(ticket, progress))
+            self._channel.send(protocol.Progressed(ticket, progress))
             acknowledged.get()
 
         return report
 
-    def _take_state(self, engine: SaveEngine, message: TakeState) -> None:
+    def _take_state(self, engine: SaveEngine, message: protocol.TakeState) -> None:
         previous: LastSave | None = None
         if message.last is not None and message.base is not None:
             staged = self._state(message.last)
@@ -274,12 +243,12 @@ class _Saver:
             ticket = staged.ticket
             if base is None:
                 staged.release()
-        self._respond(StateGiven(state, None if base is None else ticket, base))
+        self._respond(protocol.StateGiven(state, None if base is None else ticket, base))
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _respond(self, message: Ready | Refused | Decided | StateGiven | Closed) -> None:
-        self._channel.send(Response(self._question, message))
+    def _respond(self, value: Any = None, error: Exception | None = None) -> None:
+        self._channel.send(protocol.Response(self._question, value, error))
 
     def _mapped(self, nbytes: int) -> _Mapping:
         descriptor = self._channel.take_descriptor()
@@ -291,7 +260,7 @@ class _Saver:
             os.close(descriptor)
         return _Mapping(memory, np.frombuffer(memory, dtype=np.uint8).ctypes.data, nbytes)
 
-    def _state(self, state: SharedState) -> _MappedState:
+    def _state(self, state: protocol.SharedState) -> _MappedState:
         return _MappedState(
             channel=self._channel,
             ticket=state.ticket,
@@ -300,7 +269,7 @@ class _Saver:
             mapping=_NOTHING if state.region is None else self._regions[state.region],
         )
 
-    def _begin_closing(self, message: Closing) -> None:
+    def _begin_closing(self, message: protocol.Closing) -> None:
         if self._engine is not None:
             if not message.in_flight:
                 self._engine.renew_operation()
@@ -332,7 +301,7 @@ def _portable(error: Exception) -> Exception:
 class _Forward(logging.Handler):
     """Sends log records to the training process."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: protocol.Channel) -> None:
         super().__init__()
         self._channel = channel
 
@@ -341,19 +310,16 @@ class _Forward(logging.Handler):
         plain = (str, int, float, bool, type(None))
         kept = {name: value for name, value in record.__dict__.items() if isinstance(value, plain)}
         try:
-            self._channel.send(Logged({**kept, "msg": text, "args": None, "exc_text": None}))
+            self._channel.send(protocol.Logged({**kept, "msg": text, "args": None, "exc_text": None}))
         except OSError:
             return  # the training process has ended
 
 
-def _forward_everything(channel: Channel) -> None:
-    def forward(event: Event) -> None:
-        channel.send(Emitted(event))
-
+def _forward_everything(channel: protocol.Channel) -> None:
     def warn(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
-        channel.send(Warned(str(message), category))
+        channel.send(protocol.Warned(str(message), category))
 
-    redirect(forward)
+    redirect(channel.send)
     log = logging.getLogger("millrace")
     log.addHandler(_Forward(channel))
     log.propagate = False
@@ -367,7 +333,7 @@ def main(arguments: list[str]) -> None:
     # Not before the imports, for which the first save waits. All threads inherit it.
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
     limit_arenas()
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = protocol.Channel(socket.socket(fileno=descriptor))
     _forward_everything(channel)
     try:
         _Saver(channel).serve()

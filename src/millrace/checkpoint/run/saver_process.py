@@ -24,50 +24,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from millrace.checkpoint.run import saver_protocol as protocol
 from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.driving import plan_save
 from millrace.checkpoint.run.engine import EngineOptions, SaveRequest, failed
 from millrace.checkpoint.run.processes import is_stopped, this_process
 from millrace.checkpoint.run.run_layout import parse_name
 from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Written
-from millrace.checkpoint.run.saver_protocol import (
-    Acknowledge,
-    Channel,
-    Claimed,
-    Close,
-    Closed,
-    Closing,
-    Decide,
-    Decided,
-    DropRegion,
-    Emitted,
-    GiveState,
-    Logged,
-    MapRegion,
-    NewPlan,
-    Progressed,
-    Question,
-    Ready,
-    Refused,
-    Released,
-    Response,
-    Save,
-    Saved,
-    SharedState,
-    Start,
-    StartOver,
-    StateGiven,
-    TakeState,
-    Uploaded,
-    Warned,
-)
 from millrace.checkpoint.run.saving import Report, SaveResult
 from millrace.checkpoint.state.arena import Region, regions
 from millrace.checkpoint.state.staging import StagedState, Structure
 from millrace.checkpoint.writing.shared_plan import SharedBase
 from millrace.checkpoint.writing.state_plan import PlannedState
 from millrace.errors import MillraceError, RetryableError, SaverDiedError, UsageError
-from millrace.events import emit
+from millrace.events import Event, emit
 from millrace.runtime import forks
 from millrace.runtime.failures import reason_of
 
@@ -148,15 +118,15 @@ class SaverProcess:
         child = _Child(self._url, self._known.claim)
         self._end = weakref.finalize(self, _end, os.getpid(), child)
         self._planned = None
-        response = child.request(Start(options, this_process()))
-        if not isinstance(response, Ready):
+        response = child.request(protocol.Start(options, this_process()))
+        if response is None or response.error is not None:
             self._end()
             # It would also end at the next start, for example where its imports fail.
-            problem = response.problem if isinstance(response, Refused) else f"it ended during its start: {child.death}"
+            problem = f"it ended during its start: {child.death}" if response is None else response.error
             raise SaverUnavailable(f"another process cannot use the options, or cannot start ({problem})")
         self._child = child
         if self._known != RunState():
-            child.send(TakeState(self._known, None, None))
+            child.send(protocol.TakeState(self._known, None, None))
 
     def knows(self, staged: StagedState) -> bool:
         """Whether the saver has the plan of a state with this structure. `start` was called before."""
@@ -165,14 +135,13 @@ class SaverProcess:
     def order(self, step: int) -> SaveOrder:
         """As `SaveEngine.order`. `start` was called before. Raises also `SaverDiedError`."""
         child = self._running()
-        response = child.request(Decide(step))
-        if not isinstance(response, Decided):
+        response = child.request(protocol.Decide(step))
+        if response is None:
             raise child.died(f"the decision about the save of step {step}")
         if response.error is not None:
             raise response.error
-        if response.order is None:
-            raise AssertionError("a decision without an error has an order")
-        return response.order
+        order: SaveOrder = response.value
+        return order
 
     def save(self, request: SaveRequest, staged: StagedState, report: Report | None) -> tuple[Written, Upload]:
         """Save a state, which this object owns from now on. `start` was called before. Returns also a function that waits
@@ -191,19 +160,19 @@ class SaverProcess:
                 staged.release()
                 raise
             if is_new:
-                child.send(NewPlan(plan.plan))
+                child.send(plan.plan)
                 if not plan.has_values:
                     self._planned = self._planned_structure(staged), plan.without_items()
             level = logging.getLogger("millrace").getEffectiveLevel()
             # Before the message: if the saver dies, it may have published this step.
             self._known = replace(self._known, attempted=request.step)
-            child.send(Save(shared, request, objects, tuple(self._damaged), report is not None, level))
+            child.send(protocol.Save(shared, request, objects, tuple(self._damaged), report is not None, level))
             found = child.wait(ticket, report, f"the save of step {request.step}")
         except Exception as error:
             # Errors in the saver emit this event there.
             emit(failed(self._url, request.step, error))
             raise
-        if not isinstance(found, Saved):
+        if not isinstance(found, protocol.Saved):
             raise AssertionError("a save ends with its result")
         self._damaged.update(found.damaged)
         written = found.written
@@ -224,7 +193,7 @@ class SaverProcess:
         self._known = replace(self._known, may_go_back=True)
         # In a forked child, a thread of the parent may hold the lock of the channel without end.
         if self._child is not None and self._owner.is_this_process:
-            self._child.send(StartOver())
+            self._child.send(protocol.StartOver())
 
     def take_state(self, state: RunState, previous: LastSave | None) -> None:
         """Continue after the engine of the training process. `start` was called before."""
@@ -232,7 +201,7 @@ class SaverProcess:
         self._known = replace(state, complete=None, taken=(), history=(), is_history_known=False, versions={})
         if state.claim is not None:
             child.claim = state.claim
-        last: SharedState | None = None
+        last: protocol.SharedState | None = None
         base: SharedBase | None = None
         if previous is not None:
             staged = previous.staged
@@ -242,20 +211,21 @@ class SaverProcess:
                 staged.release()
             else:
                 last = child.share(next(self._tickets), staged)
-        child.send(TakeState(state, last, base))
+        child.send(protocol.TakeState(state, last, base))
 
     def give_state(self) -> tuple[RunState, LastSave | None]:
         """Hand the run over to the engine of the training process. After the death of the saver it continues from less."""
         child = self._child
         if child is not None:
             try:
-                response = child.request(GiveState())
+                response = child.request(protocol.GiveState())
             except BaseException:  # Ctrl-C: the saver releases the run, and this process has not received its state
                 self._lose()
                 raise
-            if isinstance(response, StateGiven):
+            if response is not None:
                 self._known, child.claim = RunState(), None
-                return response.state, child.last_save(response)
+                given: protocol.StateGiven = response.value
+                return given.state, child.last_save(given)
         self._lose()
         state, self._known = self._known, RunState()
         return state, None
@@ -264,14 +234,14 @@ class SaverProcess:
         """Announce `close`: saves in flight must not begin a new period of the timeout. From any thread."""
         child = self._child  # a saving thread may replace it
         if self._owner.is_this_process and child is not None:
-            child.send(Closing(in_flight))
+            child.send(protocol.Closing(in_flight))
 
     def close(self) -> bool:
         """Release the run, and end the process. Idempotent. Returns False if the process has died with the run."""
         if not self._owner.is_this_process or self._child is None:
             return True
         child = self._child
-        if not isinstance(child.request(Close()), Closed) and child.claim is not None:
+        if child.request(protocol.Close()) is None and child.claim is not None:
             return False
         child.stop(patience=_END_SECONDS)
         self._child = None
@@ -339,12 +309,12 @@ class _Child:
         self._responses: queue.SimpleQueue[object] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         _connections.update((ours, theirs))
-        self._channel = Channel(ours, look_seconds=_LOOK_SECONDS)
+        self._channel = protocol.Channel(ours, look_seconds=_LOOK_SECONDS)
         self._regions: set[int] = set()
         # By ticket. The methods of a dict are atomic.
         self._held: dict[int, StagedState] = {}
         self._inboxes: dict[int, queue.SimpleQueue[object]] = {}
-        self._warned: deque[Warned] = deque()
+        self._warned: deque[protocol.Warned] = deque()
         started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._start_and_receive, args=(theirs, started), name="millrace-saver", daemon=True
@@ -369,45 +339,45 @@ class _Child:
             self._unsent = f"a message could not be sent ({error.strerror or error})"
             self._channel.shut_down()
 
-    def request(self, message: Start | Decide | GiveState | Close) -> object:
+    def request(self, message: protocol.Request) -> protocol.Response | None:
         """Send a request and wait for its response. None if the process has ended.
 
         Responses to earlier requests are dropped: a Ctrl-C may have ended the wait for one.
         """
         number = next(self._questions)
-        self.send(Question(number, message))
+        self.send(protocol.Question(number, message))
         while self.death is None or not self._responses.empty():
             found = self._next(self._responses)
-            if not isinstance(found, Response):
+            if not isinstance(found, protocol.Response):
                 break
             if found.number == number:
-                return found.message
+                return found
         return None
 
-    def share(self, ticket: int, staged: StagedState) -> SharedState:
+    def share(self, ticket: int, staged: StagedState) -> protocol.SharedState:
         """Make the memory of a state known to the process, and keep it until the process releases it."""
         self._held[ticket] = staged
         self._inboxes[ticket] = queue.SimpleQueue()
         region = staged.region
         for number in self._regions - {each.number for each in regions()}:
             self._regions.discard(number)
-            self.send(DropRegion(number))
+            self.send(protocol.DropRegion(number))
         if region is not None and region.number not in self._regions:
             self._regions.add(region.number)
-            self.send(MapRegion(region.number, region.nbytes), region)
+            self.send(protocol.MapRegion(region.number, region.nbytes), region)
         if self.death is not None:
             self._release_all()
-        return SharedState(ticket, None if region is None else region.number, staged.nbytes, staged.seconds)
+        return protocol.SharedState(ticket, None if region is None else region.number, staged.nbytes, staged.seconds)
 
     def wait(self, ticket: int, report: Report | None, what: str) -> object:
         """Wait for the next result of a save, and report its progress. Raises `SaverDiedError`."""
         inbox = self._inboxes[ticket]
         if self.death is not None:
             inbox.put(None)
-        while isinstance(message := self._next(inbox), Progressed):
+        while isinstance(message := self._next(inbox), protocol.Progressed):
             if report is not None:
                 report(message.progress)
-            self.send(Acknowledge(ticket))
+            self.send(protocol.Acknowledge(ticket))
         if message is None:
             raise self.died(what)
         return message
@@ -426,7 +396,7 @@ class _Child:
             found = self.wait(ticket, report, f"the upload of step {step}")
         finally:
             self.drop(ticket)
-        if not isinstance(found, Uploaded):
+        if not isinstance(found, protocol.Uploaded):
             raise AssertionError("an upload ends with its result")
         self.warn()
         if found.error is not None:
@@ -439,7 +409,7 @@ class _Child:
         """Expect no further results of a save."""
         self._inboxes.pop(ticket, None)
 
-    def last_save(self, given: StateGiven) -> LastSave | None:
+    def last_save(self, given: protocol.StateGiven) -> LastSave | None:
         """The last save, of which this process owns the state again."""
         staged = None if given.ticket is None else self._held.pop(given.ticket, None)
         if staged is None or given.base is None:
@@ -505,22 +475,22 @@ class _Child:
         self._responses.put(None)
 
     def _handle(self, message: Any) -> None:
-        if isinstance(message, Emitted):
-            emit(message.event)
-        elif isinstance(message, Logged):
+        if isinstance(message, Event):
+            emit(message)
+        elif isinstance(message, protocol.Logged):
             record = logging.makeLogRecord(dict(message.record))
             logging.getLogger(record.name).handle(record)
-        elif isinstance(message, Warned):
+        elif isinstance(message, protocol.Warned):
             self._warned.append(message)
-        elif isinstance(message, Progressed | Saved | Uploaded):
+        elif isinstance(message, protocol.Progressed | protocol.Saved | protocol.Uploaded):
             self._inboxes[message.ticket].put(message)
-        elif isinstance(message, Released):
+        elif isinstance(message, protocol.Released):
             staged = self._held.pop(message.ticket, None)
             if staged is not None:
                 staged.release()
-        elif isinstance(message, Claimed):
-            self.claim = message.claim
-        elif isinstance(message, Response):
+        elif isinstance(message, ClaimState):
+            self.claim = message
+        elif isinstance(message, protocol.Response):
             self._responses.put(message)
         else:
             raise UsageError(f"an unknown message of the saver: {type(message).__name__}")

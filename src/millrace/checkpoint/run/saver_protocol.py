@@ -1,6 +1,8 @@
 """The messages between a training process and its saver process: pickles over a Unix socket, each after its length.
 
-State dicts are not sent: their tensors are in shared memory, whose descriptors are sent once.
+The training process also sends `SharedPlan`, the plan of the saves from now on. The saver also sends each `Event`, and
+`ClaimState` when it has taken the run. State dicts are not sent: their tensors are in shared memory, whose descriptors are
+sent once.
 """
 
 from __future__ import annotations
@@ -15,13 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.engine import SaveRequest
 from millrace.checkpoint.run.processes import Process
-from millrace.checkpoint.run.save_values import RunState, SaveOrder, Written
+from millrace.checkpoint.run.save_values import RunState, Written
 from millrace.checkpoint.run.saving import SaveProgress, SaveResult
-from millrace.checkpoint.writing.shared_plan import SharedBase, SharedPlan
-from millrace.events import Event
+from millrace.checkpoint.writing.shared_plan import SharedBase
 
 _LENGTH = struct.Struct("<Q")
 _FDS_AT_ONCE = 16
@@ -36,13 +36,13 @@ class Question:
     """A message that has a response, which repeats `number`. A response with another number is dropped."""
 
     number: int
-    message: Start | Decide | GiveState | Close
+    message: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first message: pickled `EngineOptions`, and the process for which the saver acts. The response is `Ready` or
-    `Refused`.
+    """The first message: pickled `EngineOptions`, and the process for which the saver acts. The response is an error if the
+    options cannot be unpickled there.
     """
 
     options: bytes
@@ -62,13 +62,6 @@ class DropRegion:
     """The memory was freed."""
 
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class NewPlan:
-    """The plan of the saves from now on."""
-
-    plan: SharedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +88,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Decide the order of the next save, on the first of several ranks. The response is `Decided`."""
+    """Decide the order of the next save, on the first of several ranks. The response is a `SaveOrder`."""
 
     step: int
 
@@ -135,7 +128,10 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Release the run, and end. The response is `Closed`."""
+    """Release the run, and end."""
+
+
+Request = Start | Decide | GiveState | Close
 
 
 # --- from the saver process -----------------------------------------------------------------------
@@ -143,37 +139,11 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The response to the request of this number."""
+    """The response to the question of this number: its value, or an error."""
 
     number: int
-    message: Ready | Refused | Decided | StateGiven | Closed
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The saver has started."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The options cannot be unpickled there."""
-
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """The order of the next save, or an error."""
-
-    order: SaveOrder | None
-    error: Exception | None
-
-
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """An event."""
-
-    event: Event
+    value: Any = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,24 +196,12 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
-    """The saver has taken the run."""
-
-    claim: ClaimState
-
-
-@dataclass(frozen=True, slots=True)
 class StateGiven:
     """The state of the run, and of the last save."""
 
     state: RunState
     ticket: int | None
     base: SharedBase | None
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The run was released."""
 
 
 class Channel:
