@@ -5,6 +5,7 @@ Bytes are read from near sources only: the tensors of the save before (`MemoryBa
 
 from __future__ import annotations
 
+import abc
 import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -32,43 +33,6 @@ ItemKey = tuple[str, tuple[int, ...] | None]
 """An item of a checkpoint: its key, and the shard's offsets (None for an object)."""
 
 
-class Base(Protocol):
-    """One rank's view of an earlier checkpoint of the run. Thread-safe."""
-
-    @property
-    def directory(self) -> str:
-        """Its directory next to that of the checkpoint that is written: `step-000000000100`."""
-        ...
-
-    @property
-    def files(self) -> tuple[DataFile, ...]:
-        """The files of its chunks, relative to a sibling (`../step-000000000100/data-...`)."""
-        ...
-
-    @property
-    def chunks(self) -> Table:
-        """Its chunks and their bases; `base` contains rows of this table."""
-        ...
-
-    @property
-    def transforms(self) -> tuple[str, ...]:
-        """Descriptors of the stream extensions that were applied to its chunks."""
-        ...
-
-    @property
-    def sparse(self) -> bool:
-        """Whether there may be sparse deltas among its chunks."""
-        ...
-
-    def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> int | None:
-        """The row of the chunk with exactly these parts and elements of this kind; None if there is none."""
-        ...
-
-    def read(self, row: int, key: ChunkKey) -> Buffer:
-        """The decoded bytes of the chunk in `row`, found by `key`. Raises `MillraceError` if they are gone."""
-        ...
-
-
 class Place(NamedTuple):
     """The place of an item: its first row, the byte inside that chunk, its length in bytes."""
 
@@ -77,19 +41,35 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class ChunkFinder:
-    """Finds chunks by their content."""
+class Base(abc.ABC):
+    """One rank's view of an earlier checkpoint of the run. Thread-safe.
 
-    def __init__(self, chunks: Table, places: Mapping[ItemKey, Place]) -> None:
-        self._chunks = chunks
-        self._places = places
+    `directory`: its directory next to that of the checkpoint that is written (`step-000000000100`). `files`: the files of
+    its chunks, relative to a sibling (`../step-000000000100/data-...`). `chunks`: its chunks and their bases; `base`
+    contains rows of this table. `transforms`: descriptors of the stream extensions that were applied to the chunks.
+    `sparse`: whether there may be sparse deltas among them.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        files: tuple[DataFile, ...],
+        chunks: Table,
+        transforms: tuple[str, ...],
+        places: Mapping[ItemKey, Place],
+        *,
+        sparse: bool,
+    ) -> None:
+        self.directory = directory
+        self.files = sibling_files(files, directory)
+        self.chunks, self.transforms, self.places, self.sparse = chunks, transforms, places, sparse
         self._ends = np.cumsum(chunks["raw_bytes"], dtype=np.int64)
 
     def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> int | None:
-        """As `Base.find`."""
+        """The row of the chunk with exactly these parts and elements of this kind; None if there is none."""
         row, end = -1, -1
         for fqn, offsets, start, stop in key:
-            place = self._places.get((fqn, offsets))
+            place = self.places.get((fqn, offsets))
             if place is None or stop > place.nbytes:
                 return None
             # Positions count the bytes of all chunks, one after the other.
@@ -101,10 +81,14 @@ class ChunkFinder:
             if begin != end:
                 return None
             end = begin + stop - start
-        chunks = self._chunks
+        chunks = self.chunks
         if row < 0 or end != self._ends[row] or chunks["raw_bytes"][row] != nbytes or chunks["kind"][row] != kind.code:
             return None
         return row
+
+    @abc.abstractmethod
+    def read(self, row: int, key: ChunkKey) -> Buffer:
+        """The decoded bytes of the chunk in `row`, found by `key`. Raises `MillraceError` if they are gone."""
 
 
 class Readable(Protocol):
@@ -115,7 +99,7 @@ class Readable(Protocol):
     def memory(self) -> Memory | None: ...
 
 
-class MemoryBase:
+class MemoryBase(Base):
     """This rank's last save, whose bytes are read from the saved tensors. They must not change while this is in use.
 
     Changes are detected: the bytes of a base must match their checksum before a delta is made against them.
@@ -130,34 +114,24 @@ class MemoryBase:
         places: Mapping[ItemKey, Place],
         sources: Mapping[ItemKey, Readable],
         *,
-        sparse: bool = False,
+        sparse: bool,
     ) -> None:
-        self.directory = directory
-        self.files = sibling_files(files, directory)
-        self.chunks = chunks
-        self.transforms = transforms
-        self.sparse = sparse
-        self.places, self.sources = places, sources
-        self._finder = ChunkFinder(chunks, places)
-
-    def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> int | None:
-        return self._finder.find(key, kind, nbytes)
+        super().__init__(directory, files, chunks, transforms, places, sparse=sparse)
+        self.sources = sources
 
     def read(self, row: int, key: ChunkKey) -> Buffer:
         pieces = [self.sources[fqn, offsets].read(start, stop) for fqn, offsets, start, stop in key]
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-class StoredBase:
+class StoredBase(Base):
     """A checkpoint in a near storage. Every chunk is verified when it is read, and so are its bases."""
 
     def __init__(self, directory: str, manifest: Manifest, fetcher: ChunkFetcher) -> None:
-        self.directory = directory
-        self.files = sibling_files(manifest.files, directory)
-        self.chunks = manifest.chunks
-        self.transforms = manifest.transforms
-        self.sparse = manifest.sparse
-        self._finder = ChunkFinder(manifest.chunks, places_of(manifest))
+        places = places_of(manifest)
+        super().__init__(
+            directory, manifest.files, manifest.chunks, manifest.transforms, places, sparse=manifest.sparse
+        )
         self._fetcher = fetcher
 
     @classmethod
@@ -178,9 +152,6 @@ class StoredBase:
         fetcher = ChunkFetcher(storage, manifest, 1, transforms_for(manifest.transforms, extension_registry))
         with collection_paused():
             return cls(directory, manifest, fetcher)
-
-    def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> int | None:
-        return self._finder.find(key, kind, nbytes)
 
     def read(self, row: int, key: ChunkKey) -> Buffer:
         return self._fetcher.read_chunks([row])[row].data

@@ -85,7 +85,7 @@ class RankWriter:
         self._opened: CheckpointStorage | None = None
         # Data files of the last save, until a manifest names them for certain.
         self._unconfirmed: tuple[CheckpointStorage, list[str]] | None = None
-        if base is not None and not all(hasattr(base, name) for name in ("find", "read", "chunks", "files")):
+        if base is not None and not isinstance(base, Base):
             raise ConfigurationError(
                 f"base={base!r:.100}", next_step="give StoredBase.open(...), or a writer's written_base()"
             )

@@ -23,7 +23,7 @@ from millrace.checkpoint.format.tables import (
     restore_bytes,
 )
 from millrace.checkpoint.format.transforms import Transforms
-from millrace.checkpoint.writing.bases import ChunkFinder, Place
+from millrace.checkpoint.writing.bases import MemoryBase, Place
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base, sample, worth_a_delta
 from millrace.checkpoint.writing.packing import ChunkEncoder
 from millrace.errors import CorruptCheckpointError
@@ -328,7 +328,7 @@ def test_chunk_is_found_by_its_whole_content():
         ("object", None): Place(4, 0, 8),
         ("empty", (0,)): Place(7, 0, 0),
     }
-    finder = ChunkFinder(chunks, places)
+    finder = MemoryBase("step-1", (), chunks, (), places, {}, sparse=False)
     pack = (("a", (0,), 0, 20), ("b", (0, 0), 0, 40))
     assert finder.find(pack, FP32, 60) == 0
     assert finder.find((("large", (4,), 0, 100),), FP32, 100) == 1
