@@ -101,10 +101,6 @@ class ItemRange(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
@@ -112,10 +108,6 @@ class ChunkPlan:
 
     kind: Kind
     parts: tuple[ItemRange, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(slots=True)

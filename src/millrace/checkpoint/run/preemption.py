@@ -57,11 +57,6 @@ class PreemptionWatch:
         for each in dict.fromkeys(numbers):
             self._before[each] = signal.signal(each, self._note)
 
-    @property
-    def seconds_left(self) -> float:
-        """Seconds left of the grace period; all of it before a signal."""
-        return self._grace_seconds - (time.monotonic() - self._noted_at if self.noted else 0.0)
-
     def close(self) -> None:
         """Restore the signal handlers, and stop the grace period. Call it in the main thread.
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -169,16 +169,6 @@ def _with_shards(one: TensorEntry, other: TensorEntry) -> TensorEntry:
     return one._replace(shards=(*one.shards, *other.shards))
 
 
-class _RankFiles(Protocol):
-    """The data files that one rank wrote, and their chunks."""
-
-    @property
-    def files(self) -> tuple[DataFile, ...]: ...
-
-    @property
-    def chunks(self) -> Table: ...
-
-
 def _unwrapped(
     tensors: Sequence[TensorEntry], blobs: Sequence[str], stored: Sequence[StoredItem | StoredWrapper]
 ) -> tuple[tuple[TensorEntry, ...], tuple[str, ...], tuple[WrappedEntry, ...], list[StoredItem]]:
@@ -221,7 +211,7 @@ def _unwrapped(
     return tuple(plain), (*blobs, *recipes), tuple(wrapped), items
 
 
-def _join_chunks(ranks: Sequence[_RankFiles], files: Sequence[DataFile]) -> Table:
+def _join_chunks(ranks: Sequence[RankData | Manifest], files: Sequence[DataFile]) -> Table:
     """The chunk tables of all ranks as one table, with adjusted file and row numbers."""
     if not ranks:
         return chunk_table()

@@ -46,11 +46,6 @@ def sample(data: Array, width: int) -> Array:
     return np.concatenate(pieces).reshape(-1)
 
 
-def same_bytes(one: Array, other: Array) -> bool:
-    """Whether two chunks are equal bit for bit."""
-    return bool(np.array_equal(one, other))
-
-
 def worth_a_delta(*, delta_bytes: float, full_bytes: float, chain_bytes: int, root_bytes: int, limit: float) -> bool:
     """Whether to store a chunk as a delta of `delta_bytes` instead of whole in `full_bytes`.
 

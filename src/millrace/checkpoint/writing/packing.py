@@ -36,7 +36,7 @@ from millrace.checkpoint.format.tables import (
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.bases import Base, ItemKey
-from millrace.checkpoint.writing.delta import RESTORE_LIMIT, ChunkKey, same_bytes, sample, worth_a_delta
+from millrace.checkpoint.writing.delta import RESTORE_LIMIT, ChunkKey, sample, worth_a_delta
 from millrace.errors import CorruptCheckpointError, MillraceError, UsageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectWriter
@@ -254,10 +254,6 @@ class _PlannedChunk:
     plan: ChunkPlan
     sources: list[ItemSource]
 
-    @property
-    def kind(self) -> Kind:
-        return self.plan.kind
-
     def read(self) -> Array:
         parts = zip(self.plan.parts, self.sources, strict=True)
         pieces = [source.read(start, stop) for (_, start, stop), source in parts]
@@ -452,7 +448,7 @@ class ChunkEncoder:
             return self._whole(raw, kind, digest, effort)
         reference = self._read(base, row, key)
         if unchanged:
-            if reference is not None and same_bytes(raw, reference):
+            if reference is not None and np.array_equal(raw, reference):
                 return Encoded(None, kind, raw.size, digest, base=row)
             effort = self._schedule.next()
         if reference is None:
