@@ -22,9 +22,9 @@ class Ranks:
     Not picklable. Collective calls raise `RetryableError` when another rank has ended or does not respond.
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
-        """A collective call where `torch.distributed` is initialised, except with `alone`, for this process only."""
-        alone = alone or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    def __init__(self) -> None:
+        """A collective call where `torch.distributed` is initialised."""
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
         self.group: Any = None if alone else dist.new_group(backend="gloo")
         self.rank = 0 if alone else dist.get_rank()
         self.count = 1 if alone else dist.get_world_size()

@@ -521,7 +521,7 @@ class RunSaver:
                     return True, *self._write_with_base(order, staged, self.local, about, progress)
                 except MillraceError as error:
                     self._remove_empty(self.local, order.name)
-                    if isinstance(error, RunTakenError) or not is_local_failure(error):
+                    if not is_local_failure(error):
                         raise
                     if isinstance(error, DiskFullError) and not is_last and self.make_room(self.local) > 0:
                         continue

@@ -371,7 +371,8 @@ class _Registry:
         for pending in self._failed:
             error = pending._take_error()
             if error is not None:
-                _print(f"the save of step {pending.step} failed: {_in_short(error)}")
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LINE]
+                _print(f"the save of step {pending.step} failed: {reason}")
         for pending in tuple(self._in_flight):
             _print(f"the save of step {pending.step} was interrupted, and is lost")
 
@@ -380,14 +381,6 @@ class _Registry:
         self.__init__()  # type: ignore[misc]
         for pending in (*in_flight, *failed):
             pending._end_in_child()
-
-
-def _in_short(error: BaseException) -> str:
-    # Torch's exception for all ranks prints tracebacks. The first rank's error is enough.
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict) and failures:
-        error = next(iter(failures.values()))[0]
-    return " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LINE]
 
 
 def _print(line: str) -> None:

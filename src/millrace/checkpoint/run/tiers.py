@@ -355,22 +355,17 @@ def pending_uploads(local: Run, origin: Run) -> tuple[Upload, ...]:
 def is_local_failure(error: BaseException) -> bool:
     """Whether a save into a near place failed because of that place, so that the origin may still accept it. Pure.
 
-    True for a full, failing, vanished or forbidden disk. For torch's `CheckpointException` every rank's failure must be of
-    that kind. Ranks with the same error get the same result.
+    True for a full, failing, vanished or forbidden disk.
     """
-    failures = getattr(error, "failures", None)
-    causes = [failure[0] for failure in failures.values()] if isinstance(failures, Mapping) else [error]
-    kinds = (StorageError, DeniedError, MissingError, OutcomeUnknownError)
-    return bool(causes) and all(isinstance(cause, kinds) for cause in causes)
+    return isinstance(error, StorageError | DeniedError | MissingError | OutcomeUnknownError)
 
 
-def report_local_failure(run: Run, name: str, error: BaseException, *, warn: bool = True) -> None:
+def report_local_failure(run: Run, name: str, error: MillraceError, *, warn: bool = True) -> None:
     """Report that a checkpoint is written to the origin without a near copy: an event, and with `warn` a `RuntimeWarning`.
 
     One warning is enough until the place works again; every save has its event.
     """
-    reason = error.message if isinstance(error, MillraceError) else str(error)
-    text = f"{name} goes to the origin directly: {run.url} did not take it ({reason})"
+    text = f"{name} goes to the origin directly: {run.url} did not take it ({error.message})"
     emit(Event(name="checkpoint.tier.refused", subject=run.url, detail=text))
     if warn:
         warnings.warn(text, RuntimeWarning, stacklevel=3)

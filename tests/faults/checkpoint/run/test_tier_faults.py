@@ -58,8 +58,9 @@ def test_save_refused_by_full_near_disk_is_stored_at_the_origin(tmp_path, small_
     before = contents(tiers.local)
     with pytest.raises(CheckpointException) as caught:
         save(tiers.local, 30, weights(30))
-    assert is_local_failure(caught.value)
-    assert isinstance(caught.value.failures[0][0], DiskFullError)
+    (failure, _) = caught.value.failures[0]
+    assert is_local_failure(failure)
+    assert isinstance(failure, DiskFullError)
     assert {name: files for name, files in contents(tiers.local).items() if files} == before
     save(tiers.origin, 30, weights(30))
     assert [(each.step, each.run) for each in tiers.complete()] == [

@@ -369,14 +369,6 @@ def put_damaged(run: Run, step: int) -> str:
 # --- a near place that fails ----------------------------------------------------------------------
 
 
-class FailedError(Exception):
-    """As torch's CheckpointException: the failures of all ranks."""
-
-    def __init__(self, *errors: BaseException) -> None:
-        super().__init__("a save failed")
-        self.failures = {rank: (error, None) for rank, error in enumerate(errors)}
-
-
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -385,9 +377,6 @@ class FailedError(Exception):
         (DeniedError("read-only"), True),
         (ObjectNotFoundError("unmounted"), True),
         (OutcomeUnknownError("the disk failed after the rename"), True),
-        (FailedError(DiskFullError("full"), DiskFullError("full")), True),
-        (FailedError(DiskFullError("full"), MemoryError()), False),
-        (FailedError(), False),
         (RunTakenError("taken"), False),
         (OriginUnavailableError("down"), False),
         (MemoryError(), False),
