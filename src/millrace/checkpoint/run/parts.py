@@ -19,7 +19,7 @@ from millrace import errors
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from millrace.checkpoint.run.run_layout import part_name
 from millrace.checkpoint.run.save_values import Member
-from millrace.checkpoint.storage.layered import StoredManifest, files_exist
+from millrace.checkpoint.storage.layered import StoredManifest, missing_files
 from millrace.checkpoint.storage.manifests import load_manifest
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
@@ -131,11 +131,11 @@ def complete(
 
 def require_files(storage: CheckpointStorage, manifest: Manifest) -> None:
     """Raise `BaseGoneError` if a data file of a joined manifest is missing: an earlier save may have failed since."""
-    exist = files_exist(storage, manifest.files)
-    missing = [file.name for file, exists in zip(manifest.files, exist, strict=True) if not exists]
+    missing = missing_files(storage, manifest.files)
     if missing:
         raise BaseGoneError(
-            f"{storage.url}: the data file {missing[0]} is missing", next_step="save again; the next save is a full one"
+            f"{storage.url}: the data file {missing[0].name} is missing",
+            next_step="save again; the next save is a full one",
         )
 
 

@@ -19,7 +19,7 @@ from millrace.checkpoint.run.peers import CopyEndedError, Peers, absent_files, i
 from millrace.checkpoint.run.run_info import SIBLING, directory_of
 from millrace.checkpoint.run.run_layout import Run, parse_name, part_name, rank_of_part
 from millrace.checkpoint.run.timeline import Point, age_of
-from millrace.checkpoint.storage.layered import StoredManifest, files_exist
+from millrace.checkpoint.storage.layered import StoredManifest, missing_files
 from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.errors import MillraceError, ObjectExistsError, PeerError
@@ -238,10 +238,8 @@ class Replicator:
         known = self._durable - {name}
         absent = [file for file in absent if directory_of(file.name, name)[0] not in known]
         own = [file for file in absent if not file.name.startswith(SIBLING)]
-        if own or not absent:
-            return own[0].name if own else ""
-        exist = files_exist(self._origin.checkpoint(name), absent)
-        return next((file.name for file, exists in zip(absent, exist, strict=True) if not exists), "")
+        absent = own or missing_files(self._origin.checkpoint(name), absent)
+        return absent[0].name if absent else ""
 
     def _publish(self, peer: Peer, copy: _Copy, stored: StoredManifest) -> bool:
         place = PeerStorage(peer, copy.name)

@@ -21,7 +21,7 @@ from millrace.checkpoint.run.peers import ClusterAccess, Peers
 from millrace.checkpoint.run.run_info import CheckpointInfo, directory_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run, parse_name
 from millrace.checkpoint.run.timeline import age_of, last_revisions
-from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest, files_exist, missing_files
+from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest, missing_files
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
@@ -195,7 +195,7 @@ class Tiers:
         """
         places = LayeredStorage([run.checkpoint(name) for run in self.places], save_id=save_id)
         try:
-            return missing_files(places.manifest(), places)
+            return [file.name for file in missing_files(places, places.manifest().files)]
         except MissingError:
             return [MANIFEST_NAME]
 
@@ -210,8 +210,8 @@ class Tiers:
         source = self.local.checkpoint(name)
         try:
             held = self.peers.held()
-            own = stored.manifest.own_files
-            present = [file.name for file, exists in zip(own, files_exist(source, own), strict=True) if exists]
+            missing = missing_files(source, stored.manifest.own_files)
+            present = [file.name for file in stored.manifest.own_files if file not in missing]
             if present:
                 publish_manifest(source, stored)
                 files = [file for file in present if (name, file) not in held]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, NoReturn, TypeVar
@@ -293,17 +293,11 @@ class LayeredStorage:
             _report(tier, name, error)
 
 
-def missing_files(manifest: Manifest, storage: CheckpointStorage) -> list[str]:
-    """The data files of `manifest` that are missing in `storage`, or have another length there.
+def missing_files(storage: CheckpointStorage, files: Iterable[DataFile]) -> list[DataFile]:
+    """The data files that are missing in `storage`, or have another length there, each once.
 
     A node can restore a checkpoint when this is empty for its tiers. Raises the errors of the storage.
     """
-    files = list(dict.fromkeys(manifest.files))
-    return [file.name for file, exists in zip(files, files_exist(storage, files), strict=True) if not exists]
-
-
-def files_exist(storage: CheckpointStorage, files: Sequence[DataFile]) -> list[bool]:
-    """Whether each data file exists in `storage` with its length. Raises the errors of the storage."""
 
     def exists(file: DataFile) -> bool:
         try:
@@ -311,7 +305,9 @@ def files_exist(storage: CheckpointStorage, files: Sequence[DataFile]) -> list[b
         except (MissingError, CorruptCheckpointError):
             return False
 
-    return list(run_in_order(files, exists, _STAT_THREADS))
+    wanted = list(dict.fromkeys(files))
+    found = run_in_order(wanted, exists, _STAT_THREADS)
+    return [file for file, is_there in zip(wanted, found, strict=True) if not is_there]
 
 
 def _report(tier: _Numbered, name: str, error: MillraceError) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
-from millrace.checkpoint.storage.layered import StoredChunks, StoredManifest, files_exist
+from millrace.checkpoint.storage.layered import StoredChunks, StoredManifest, missing_files
 from millrace.checkpoint.storage.manifests import stat_data_file
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
@@ -54,8 +54,7 @@ def copy_files(
     manifest = (stored or _read_manifest(source)).manifest
     wanted = _chosen(source, manifest, files)
     target.prepare()
-    found = files_exist(target, wanted)
-    missing = [file for file, exists in zip(wanted, found, strict=True) if not exists]
+    missing = missing_files(target, wanted)
     total = sum(file.size for file in wanted)
     meter = _Meter(progress, done=total - sum(file.size for file in missing), total=total)
     _copy_all(source, target, manifest, missing, meter)
@@ -75,7 +74,7 @@ def publish_checkpoint(source: CheckpointStorage, target: CheckpointStorage, che
     # A manifest at the target implies that all files are there.
     if not _holds_manifest(target, stored):
         try:
-            _require(target, list(dict.fromkeys(stored.manifest.files)))
+            _require(target, dict.fromkeys(stored.manifest.files))
         except ObjectNotFoundError:
             check()  # the next owner of the run may have removed them, which is then the error
             raise
@@ -121,12 +120,12 @@ def _chosen(source: CheckpointStorage, manifest: Manifest, files: Collection[str
     return [file for file in own if file.name in files]
 
 
-def _require(target: CheckpointStorage, files: Sequence[DataFile]) -> None:
+def _require(target: CheckpointStorage, files: Collection[DataFile]) -> None:
     """Raises `ObjectNotFoundError` when files are missing."""
-    lacking = [file.name for file, exists in zip(files, files_exist(target, files), strict=True) if not exists]
+    lacking = missing_files(target, files)
     if lacking:
         raise ObjectNotFoundError(
-            f"{target.url}: {lacking[0]} is missing ({len(lacking)} of {len(files)} data files that others must copy)",
+            f"{target.url}: {lacking[0].name} is missing ({len(lacking)} of {len(files)} data files that others must copy)",
             next_step="copy its checkpoint first, or the files of the other nodes",
         )
 

@@ -190,8 +190,8 @@ def test_each_node_stores_its_part_and_the_origin_all(tmp_path: Path) -> None:
     for node in (0, 1):
         tiers = tiers_of(tmp_path, node)
         manifest = read_manifest(tiers.local.checkpoint(newest)).manifest
-        assert missing_files(manifest, tiers.local.checkpoint(newest)) != [], "one node's disk is half of it"
-        assert missing_files(manifest, tiers.checkpoint(newest)) == []
+        assert missing_files(tiers.local.checkpoint(newest), manifest.files) != [], "one node's disk is half of it"
+        assert missing_files(tiers.checkpoint(newest), manifest.files) == []
 
     # A node that is new gets its part from the origin.
     shutil.rmtree(tmp_path / "node1")
@@ -243,7 +243,7 @@ def test_checkpoint_in_parts_on_two_nodes_is_joined(tmp_path: Path) -> None:
     (tmp_path / "away").rename(tmp_path / "node1")
     ranks.run(__file__, "restore_the_later", 2, tmp_path)
     origin = tiers_of(tmp_path, 0).origin.checkpoint(newest)
-    assert missing_files(read_manifest(origin).manifest, origin) == []
+    assert missing_files(origin, read_manifest(origin).manifest.files) == []
 
 
 def test_files_of_a_node_with_two_ranks_are_copied_to_other_nodes_once(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_near_checkpoint_is_uploaded_unchanged(tiers, state):
         assert bytes(far(tiers).read(file, 0, file.size)) == (Path(near(tiers).url) / name).read_bytes()
     assert_same_arrays(load_all(far(tiers)), state)
     assert upload(tiers) == 0
-    assert missing_files(manifest, far(tiers)) == []
+    assert missing_files(far(tiers), manifest.files) == []
     assert pending_uploads(tiers.local, tiers.origin) == ()
 
 

@@ -305,13 +305,13 @@ def test_damaged_checkpoint_is_read_by_many_threads(near, far, both, state):
 
 
 def test_missing_files_are_those_that_no_place_has_whole(near, far, both):
-    assert missing_files(both, LayeredStorage([near, far])) == []
+    assert missing_files(LayeredStorage([near, far]), both.files) == []
     path_of(near, both.files[0].name).unlink()
     path_of(near, both.files[1].name).unlink()
     os.truncate(path_of(far, both.files[1].name), 3)
     path_of(far, both.files[2].name).unlink()
-    assert missing_files(both, LayeredStorage([near, far])) == [both.files[1].name]
-    assert missing_files(both, near) == [both.files[0].name, both.files[1].name]
+    assert missing_files(LayeredStorage([near, far]), both.files) == [both.files[1]]
+    assert missing_files(near, both.files) == list(both.files[:2])
 
 
 # --- copying --------------------------------------------------------------------------------------
