@@ -224,10 +224,10 @@ def plan_reads(chunks: Table, rows: Column, *, gap_bytes: int, limit_bytes: int,
     well. A group has about `limit_bytes` in its largest file, and `group_bytes` in total.
     """
     if not (chunks["base"][rows] != NO_BASE).any():
-        return [ReadGroup(found.rows, (found,)) for found in _coalesced(chunks, rows, gap_bytes, limit_bytes)]
+        return [ReadGroup(found.rows, (found,)) for found in read_ranges(chunks, rows, gap_bytes, limit_bytes)]
     groups = []
     for members, needed in _neighbours(chunks, np.sort(rows), limit_bytes, group_bytes):
-        ranges = _coalesced(chunks, np.array(needed, dtype=np.int64), gap_bytes, limit_bytes)
+        ranges = read_ranges(chunks, np.array(needed, dtype=np.int64), gap_bytes, limit_bytes)
         groups.append(ReadGroup(tuple(members), tuple(ranges)))
     return groups
 
@@ -260,7 +260,8 @@ def _neighbours(
         yield members, list(needed)
 
 
-def _coalesced(chunks: Table, rows: Column, gap_bytes: int, limit_bytes: int) -> list[ReadRange]:
+def read_ranges(chunks: Table, rows: Column, gap_bytes: int, limit_bytes: int) -> list[ReadRange]:
+    """The ranges to read for the chunks of `rows`, as `coalesce`."""
     return coalesce(
         rows,
         chunks["file"][rows],

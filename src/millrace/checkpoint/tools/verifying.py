@@ -6,7 +6,6 @@ own checkpoints have no checksums and cannot be checked.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +18,10 @@ from typing_extensions import Buffer
 from millrace.checkpoint.codec.chunks import MAX_CHUNK_OVERHEAD_BYTES, Kind, as_bytes, checksum
 from millrace.checkpoint.codec.registry import ChunkCodec
 from millrace.checkpoint.format.inventory import item_keys, item_spans
-from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from millrace.checkpoint.format.slices import ReadRange, coalesce
-from millrace.checkpoint.format.tables import MAX_BASES, NO_BASE, Table
+from millrace.checkpoint.format.manifest import Manifest
+from millrace.checkpoint.format.tables import MAX_BASES, NO_BASE, Table, read_ranges
 from millrace.checkpoint.format.transforms import Transforms, transforms_for
-from millrace.checkpoint.storage.manifests import manifest_name, read_newest, read_stock_metadata
+from millrace.checkpoint.storage.manifests import manifest_name, rank_of_manifest, read_newest, read_stock_metadata
 from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile, open_storage
 from millrace.checkpoint.tools import WorkProgress
 from millrace.errors import (
@@ -45,7 +43,6 @@ _CHAINS_BATCH_BYTES = 32 << 20
 _GAP_BYTES = 256 << 10
 # Chains of more bytes, which no writer creates, are checked chunk by chunk, with repeated reads.
 _CHAIN_BYTES = 128 << 20
-_RANK_MANIFEST = re.compile(rf"rank-(\d+)\.{re.escape(MANIFEST_NAME)}", re.ASCII)
 # Errors of a storage for missing or damaged bytes. That it does not respond is not damage.
 _BAD = (MissingError, ChangedError, StorageError, DamagedError)
 
@@ -153,7 +150,7 @@ def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]
                 f"torch's own writer saved {storage.url}, without checksums to check",
                 next_step="save with CheckpointWriter, or load it to check that it can be read",
             ) from None
-        ranks = sorted(int(match[1]) for name in storage.names() if (match := _RANK_MANIFEST.fullmatch(name)))
+        ranks = sorted(rank for name in storage.names() if (rank := rank_of_manifest(name)) is not None)
         if not ranks:
             raise
         for rank in ranks:
@@ -303,14 +300,7 @@ class _Check:
     def _read(self, rows: np.ndarray[Any, Any], found: dict[int, str]) -> dict[int, memoryview]:
         """The stored bytes of chunks. After an error in a range its chunks are read one by one to find the damaged ones."""
         chunks = self._manifest.chunks
-        ranges = coalesce(
-            rows,
-            chunks["file"][rows],
-            chunks["offset"][rows],
-            chunks["stored_bytes"][rows],
-            gap_bytes=_GAP_BYTES,
-            limit_bytes=_BATCH_BYTES,
-        )
+        ranges = read_ranges(chunks, rows, _GAP_BYTES, _BATCH_BYTES)
         stored: dict[int, memoryview] = {}
         while ranges:
             wanted = ranges.pop()
@@ -320,17 +310,12 @@ class _Check:
                 if len(wanted.rows) == 1:
                     found[wanted.rows[0]] = error.message
                 else:
-                    ranges += [self._range(row) for row in wanted.rows]
+                    ranges += [each for row in wanted.rows for each in read_ranges(chunks, np.array([row]), 0, 0)]
                 continue
             for row in wanted.rows:
                 start = int(chunks["offset"][row]) - wanted.start
                 stored[row] = data[start : start + int(chunks["stored_bytes"][row])]
         return stored
-
-    def _range(self, row: int) -> ReadRange:
-        chunks = self._manifest.chunks
-        start = int(chunks["offset"][row])
-        return ReadRange(int(chunks["file"][row]), start, start + int(chunks["stored_bytes"][row]), (row,))
 
     def _decode(
         self, row: int, stored: Buffer, base: np.ndarray[Any, Any] | None, found: dict[int, str]
