@@ -28,7 +28,13 @@ from millrace.checkpoint.format.safetensors import (
 )
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest
-from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, StoredFile, require_unchanged
+from millrace.checkpoint.storage.storage import (
+    CheckpointStorage,
+    LocalStorage,
+    StoredFile,
+    has_file,
+    require_unchanged,
+)
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -79,7 +85,7 @@ def read_hugging_face(storage: CheckpointStorage, threads: int, keys: Sequence[s
         headers = list(run_in_order(names, lambda name: _read_header(storage, name), threads))
     except CorruptCheckpointError as error:
         is_missing = isinstance(error.__cause__, MissingError)
-        if not is_missing or SINGLE_NAME in names or not _exists(storage, SINGLE_NAME):
+        if not is_missing or SINGLE_NAME in names or not has_file(storage, SINGLE_NAME):
             raise
         # `save_pretrained` of a model in one file leaves the index of the one before, whose files it removes.
         named, headers = None, [_read_header(storage, SINGLE_NAME)]
@@ -164,16 +170,8 @@ def _manifest(files: Sequence[StoredFile], found: Sequence[tuple[int, FileTensor
     )
 
 
-def _exists(storage: CheckpointStorage, name: str) -> bool:
-    try:
-        storage.stat(name)
-    except MissingError:
-        return False
-    return True
-
-
 def _file_names(storage: CheckpointStorage) -> list[str]:
-    if _exists(storage, SINGLE_NAME):
+    if has_file(storage, SINGLE_NAME):
         return [SINGLE_NAME]
     try:
         names = [name for name in storage.names() if name.endswith(".safetensors")]

@@ -27,7 +27,7 @@ from millrace.checkpoint.run.retention import (
 )
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, RunListing, parse_name, rank_of_part
 from millrace.checkpoint.run.tiers import pending_uploads
-from millrace.checkpoint.storage.storage import StoredFile
+from millrace.checkpoint.storage.storage import StoredFile, has_file
 from millrace.errors import ChangedError, DeniedError, DiskFullError, MillraceError, MissingError, UsageError
 from millrace.events import Event, emit
 
@@ -235,15 +235,8 @@ def _dead(run: Run, listing: RunListing) -> Collection[str]:
     may have become complete just before its process ended, so its manifest is looked up again.
     """
     unfinished = {found.name for found in listing.checkpoints if not found.complete}
-    return [name for name in dead_saves(run) if name not in unfinished or not _has_manifest(run, name)]
-
-
-def _has_manifest(run: Run, name: str) -> bool:
-    try:
-        run.checkpoint(name).stat(MANIFEST_NAME)
-    except MissingError:
-        return False
-    return True
+    dead = dead_saves(run)
+    return [name for name in dead if name not in unfinished or not has_file(run.checkpoint(name), MANIFEST_NAME)]
 
 
 def _carry_out(

@@ -23,7 +23,7 @@ from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run, 
 from millrace.checkpoint.run.timeline import age_of, last_revisions
 from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest, missing_files
 from millrace.checkpoint.storage.replicating import publish_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.checkpoint.storage.storage import CheckpointStorage, has_file
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -179,13 +179,10 @@ class Tiers:
     def is_at_origin(self, name: str) -> bool:
         """Whether the origin has a checkpoint, and so all of it. If it does not respond: False, with an event."""
         try:
-            self.origin.checkpoint(name).stat(MANIFEST_NAME)
-        except MissingError:
-            return False
+            return has_file(self.origin.checkpoint(name), MANIFEST_NAME)
         except MillraceError as error:
             emit(Event(name="checkpoint.tier.unreachable", subject=self.origin.url_of(name), detail=str(error)))
             return False
-        return True
 
     def missing_files(self, name: str, save_id: str) -> list[str]:
         """Data files of a checkpoint that this process finds in none of the places; the manifest's name if that is missing.

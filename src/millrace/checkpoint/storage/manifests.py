@@ -5,7 +5,6 @@ Such files, *orphans*, are those of killed or failed saves.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -23,7 +22,7 @@ from millrace.checkpoint.format.manifest import (
     Manifest,
     decode_manifest,
 )
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
+from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile, has_file
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -198,12 +197,10 @@ def _not_found(storage: CheckpointStorage, rank: int | None) -> CheckpointNotFou
 
 def refuse_existing(storage: CheckpointStorage, rank: int | None) -> None:
     """Raise `ObjectExistsError` when the manifest, or the metadata of torch's own writer, exists."""
-    for name in (manifest_name(rank), stock_metadata_name(rank)):
-        with contextlib.suppress(MissingError):
-            storage.stat(name)
-            raise ObjectExistsError(
-                f"{storage.url}: a checkpoint exists already", next_step="choose another name, or pass overwrite=True"
-            )
+    if has_file(storage, manifest_name(rank)) or has_file(storage, stock_metadata_name(rank)):
+        raise ObjectExistsError(
+            f"{storage.url}: a checkpoint exists already", next_step="choose another name, or pass overwrite=True"
+        )
 
 
 def summarize(storage: CheckpointStorage, loaded: LoadedManifest) -> CheckpointSummary:

@@ -113,6 +113,15 @@ class CheckpointStorage(Protocol):
         ...
 
 
+def has_file(storage: CheckpointStorage, name: str) -> bool:
+    """Whether a file exists. Raises the errors of the storage."""
+    try:
+        storage.stat(name)
+    except MissingError:
+        return False
+    return True
+
+
 def _contains(storage: CheckpointStorage, name: str, data: Buffer) -> bool:
     """Whether the file `name` contains exactly `data`."""
     file = storage.stat(name)

@@ -18,7 +18,6 @@ from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
-    from millrace.checkpoint.storage.storage import CheckpointStorage
     from millrace.checkpoint.tools import WorkProgress
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -101,22 +100,12 @@ def is_checkpoint(url: str, options: dict[str, Any] | None) -> bool:
     """Whether `url` is one checkpoint, complete or not, and not a run."""
     from millrace.checkpoint.run.run_layout import parse_name
     from millrace.checkpoint.storage.manifests import STOCK_METADATA_NAME, manifest_name
-    from millrace.checkpoint.storage.storage import open_storage
+    from millrace.checkpoint.storage.storage import has_file, open_storage
 
     storage = open_storage(url, options)
     if parse_name(url.rstrip("/").rpartition("/")[2]):
         return True
-    return _has_file(storage, manifest_name(), manifest_name(0), STOCK_METADATA_NAME)
-
-
-def _has_file(storage: CheckpointStorage, *names: str) -> bool:
-    from millrace.errors import MissingError
-
-    for name in names:
-        with contextlib.suppress(MissingError):
-            storage.stat(name)
-            return True
-    return False
+    return any(has_file(storage, name) for name in (manifest_name(), manifest_name(0), STOCK_METADATA_NAME))
 
 
 def checkpoints_in(run: Run, url: str, options: Mapping[str, Any] | None) -> Sequence[ListedCheckpoint]:
@@ -174,7 +163,7 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
     from millrace.checkpoint.format.safetensors import INDEX_NAME, SINGLE_NAME
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import newest_first
-    from millrace.checkpoint.storage.storage import open_storage
+    from millrace.checkpoint.storage.storage import has_file, open_storage
     from millrace.errors import CheckpointNotFoundError, UsageError
 
     options = options_of(url, endpoint_url)
@@ -185,7 +174,8 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
     run = open_run(url, options)
     found = [each for each in run.scan() if each.complete]
     if not found:
-        if step is None and _has_file(open_storage(url, options), INDEX_NAME, SINGLE_NAME):
+        storage = open_storage(url, options)
+        if step is None and (has_file(storage, INDEX_NAME) or has_file(storage, SINGLE_NAME)):
             return url
         raise CheckpointNotFoundError(
             f"{url}: not a complete checkpoint, nor a run with one",
