@@ -20,7 +20,13 @@ from millrace.checkpoint.format.transforms import transforms_for
 from millrace.checkpoint.reading.contents import Box, Bytes, Contents, shard_boxes
 from millrace.checkpoint.reading.hugging_face import SafetensorsFetcher, SafetensorsFiles, read_hugging_face
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest, whole_item
-from millrace.checkpoint.storage.manifests import read_newest, read_stock_metadata
+from millrace.checkpoint.storage.manifests import (
+    CheckpointSummary,
+    StoredManifest,
+    read_newest,
+    read_stock_metadata,
+    summarize,
+)
 from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
 from millrace.errors import CheckpointNotFoundError
 from millrace.origin import Readable
@@ -46,16 +52,14 @@ def open_contents(
     """
     threads = thread_number("threads", threads) or default_threads()
     storage = open_storage(url, target_options, origin=origin, read_through=read_through)
-    try:
-        manifest = read_newest(storage).manifest
-    except CheckpointNotFoundError as missing:
-        if not _is_stock(storage):
-            opened = _hugging_face(storage, threads, keys, missing)
-            fetcher = SafetensorsFetcher(storage, opened, threads)
-            return ManifestContents(storage, opened.manifest, fetcher, has_checksums=False)
+    found = _find(storage, threads, keys)
+    if found is None:
         from millrace.checkpoint.reading.stock import StockContents
 
         return StockContents(storage, extension_registry, trusted_types).with_wrappers(threads, keys)
+    manifest = found.manifest
+    if isinstance(found, SafetensorsFiles):
+        return ManifestContents(storage, manifest, SafetensorsFetcher(storage, found, threads), has_checksums=False)
     if manifest.transforms and extension_registry is None:
         from millrace.checkpoint.codec.extension import extension_registry as known_extensions
 
@@ -67,29 +71,39 @@ def open_contents(
 def stored_values(url: str, target_options: Mapping[str, Any] | None = None) -> list[StoredValue]:
     """The size and storage of every tensor, in order, then of every object. Does not read data. Raises as `describe`."""
     storage = open_storage(url, target_options)
+    found = _find(storage, default_threads())
+    if found is not None:
+        return inventory(found.manifest)
+    from millrace.checkpoint.reading.stock import StockContents
+
+    return StockContents(storage, None, ()).inventory()
+
+
+def summary_of(storage: CheckpointStorage) -> CheckpointSummary:
+    """The summary of a checkpoint. Does not read data. Raises as `describe`."""
+    found = _find(storage, default_threads())
+    if found is not None:
+        return summarize(storage, found.manifest, found.nbytes if isinstance(found, StoredManifest) else 0)
+    from millrace.checkpoint.storage.stock_metadata import summarize_stock
+
+    return summarize_stock(storage)
+
+
+def _find(
+    storage: CheckpointStorage, threads: int, keys: Sequence[str] = ()
+) -> StoredManifest | SafetensorsFiles | None:
+    """The manifest, or that of a Hugging Face directory. None if torch's own writer saved the checkpoint, and torch is
+    installed to read it: it takes a second to load, so it is imported only then.
+    """
     try:
-        return inventory(read_newest(storage).manifest)
+        return read_newest(storage)
     except CheckpointNotFoundError as missing:
-        if not _is_stock(storage):
-            return inventory(_hugging_face(storage, default_threads(), (), missing).manifest)
-        from millrace.checkpoint.reading.stock import StockContents
-
-        return StockContents(storage, None, ()).inventory()
-
-
-def _is_stock(storage: CheckpointStorage) -> bool:
-    """Whether torch's own writer saved the checkpoint, and torch is installed to read it."""
-    return importlib.util.find_spec("torch") is not None and read_stock_metadata(storage) is not None
-
-
-def _hugging_face(
-    storage: CheckpointStorage, threads: int, keys: Sequence[str], missing: CheckpointNotFoundError
-) -> SafetensorsFiles:
-    """The safetensors files of a directory. Raises `missing` if there are none."""
-    try:
-        return read_hugging_face(storage, threads, keys)
-    except CheckpointNotFoundError:
-        raise missing from missing.__cause__
+        if importlib.util.find_spec("torch") is not None and read_stock_metadata(storage) is not None:
+            return None
+        try:
+            return read_hugging_face(storage, threads, keys)
+        except CheckpointNotFoundError:
+            raise missing from missing.__cause__
 
 
 class ManifestContents:

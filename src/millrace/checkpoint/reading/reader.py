@@ -26,20 +26,15 @@ from millrace.checkpoint.arguments import (
     thread_number,
 )
 from millrace.checkpoint.codec.extension import extension_registry
+from millrace.checkpoint.format.manifest import Manifest
 from millrace.checkpoint.format.transforms import transforms_for
 from millrace.checkpoint.reading.hugging_face import SafetensorsFetcher, SafetensorsFiles, read_hugging_face
 from millrace.checkpoint.reading.loads import check_rank_has_all, load_items
+from millrace.checkpoint.reading.opening import summary_of
 from millrace.checkpoint.reading.stock import StockReader
 from millrace.checkpoint.state.tensors import metadata_of
 from millrace.checkpoint.storage.fetching import ChunkFetcher
-from millrace.checkpoint.storage.manifests import (
-    CheckpointSummary,
-    LoadedManifest,
-    read_newest,
-    read_stock_metadata,
-    summarize,
-)
-from millrace.checkpoint.storage.stock_metadata import summarize_stock
+from millrace.checkpoint.storage.manifests import CheckpointSummary, read_newest
 from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage, open_storage
 from millrace.errors import ChangedError, CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError
 from millrace.origin import Readable
@@ -123,12 +118,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     def summary(self) -> CheckpointSummary:
         """A summary of the checkpoint. Raises as `describe`."""
-        try:
-            return summarize(self._storage(), read_newest(self._storage()))
-        except CheckpointNotFoundError:
-            if read_stock_metadata(self._storage()) is None:
-                raise
-            return summarize_stock(self._storage())
+        return summary_of(self._storage())
 
     # --- the calls of a load, in order ------------------------------------------------------------
 
@@ -138,7 +128,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             self._path = path_text("checkpoint_id", checkpoint_id)
         self._load_id = uuid.uuid4().hex
         self._opened: CheckpointStorage | None = None
-        self._loaded: LoadedManifest | None = None
+        self._loaded: Manifest | None = None
         self._stock: StockReader | None = None
         self._safetensors: SafetensorsFiles | None = None
         self._failure: MillraceError | None = None
@@ -170,7 +160,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         if self._stock is not None or self._loaded is None:
             saved = metadata.storage_meta.save_id
         else:
-            saved = self._loaded.manifest.save_id
+            saved = self._loaded.save_id
         self._common_save_id = saved if rank is None else None
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=saved, load_id=self._load_id)
         return metadata
@@ -200,7 +190,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             return self._stock.read_data(plan, planner)
         if self._loaded is None:
             raise UsageError("read_data before read_metadata", next_step="use torch.distributed.checkpoint.load")
-        manifest = self._loaded.manifest
+        manifest = self._loaded
         fetcher: ChunkFetcher
         if self._safetensors is not None:
             fetcher = SafetensorsFetcher(self._storage(), self._safetensors, self._threads)
@@ -225,7 +215,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         storage = self._storage()
         self._stock = self._safetensors = None
         try:
-            self._loaded = read_newest(storage, rank)
+            self._loaded = read_newest(storage, rank).manifest
         except CheckpointNotFoundError as missing:
             stock = StockReader(storage, self._extension_registry, self._trusted_types)
             try:
@@ -236,11 +226,11 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
                 self._stock = stock
                 return metadata
         with collection_paused():
-            return metadata_of(self._loaded.manifest)
+            return metadata_of(self._loaded)
 
     def _read_safetensors(
         self, storage: CheckpointStorage, rank: int | None, missing: CheckpointNotFoundError
-    ) -> LoadedManifest:
+    ) -> Manifest:
         """The description of a Hugging Face directory. Raises `missing` if it is none."""
         if rank is not None:
             raise missing from missing.__cause__
@@ -248,7 +238,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             self._safetensors = read_hugging_face(storage, self._threads)
         except CheckpointNotFoundError:
             raise missing from missing.__cause__
-        return LoadedManifest(self._safetensors.manifest, 0, "")
+        return self._safetensors.manifest
 
 
 class _Unreadable:

@@ -187,7 +187,7 @@ class UpdatingReader(CheckpointReader):
     def read_data(self, plan: Any, planner: Any) -> Any:
         if self._loaded is None or self._safetensors is not None:
             return super().read_data(plan, planner)
-        manifest, failure = self._loaded.manifest, None
+        manifest, failure = self._loaded, None
         try:
             if isinstance(planner, CheckpointLoadPlanner):
                 planner.check_objects(plan.items)

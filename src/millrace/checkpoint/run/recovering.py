@@ -18,8 +18,7 @@ from millrace.checkpoint.run.run_layout import Run, parse_name, rank_of_part
 from millrace.checkpoint.run.tiers import Tiers, pending_uploads
 from millrace.checkpoint.run.timeline import age_of
 from millrace.checkpoint.run.uploading import Uploader
-from millrace.checkpoint.storage.layered import StoredManifest
-from millrace.checkpoint.storage.manifests import load_manifest
+from millrace.checkpoint.storage.manifests import StoredManifest, load_manifest
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.errors import (
     DamagedError,

@@ -19,7 +19,8 @@ from millrace.checkpoint.run.peers import CopyEndedError, Peers, absent_files, i
 from millrace.checkpoint.run.run_info import SIBLING, directory_of
 from millrace.checkpoint.run.run_layout import Run, parse_name, part_name, rank_of_part
 from millrace.checkpoint.run.timeline import Point, age_of
-from millrace.checkpoint.storage.layered import StoredManifest, missing_files
+from millrace.checkpoint.storage.layered import missing_files
+from millrace.checkpoint.storage.manifests import StoredManifest
 from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.errors import MillraceError, ObjectExistsError, PeerError

@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.codec.chunks import checksum
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
-from millrace.checkpoint.storage.manifests import check_size, read_manifest_file
+from millrace.checkpoint.storage.manifests import StoredManifest, check_size
 from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -67,26 +67,6 @@ class _Numbered(NamedTuple):
 
     number: int
     storage: CheckpointStorage
-
-
-@dataclass(frozen=True, slots=True)
-class StoredManifest:
-    """A manifest and its stored bytes. Picklable."""
-
-    file: StoredFile
-    data: bytes
-    manifest: Manifest
-
-    @classmethod
-    def read(cls, storage: CheckpointStorage, name: str = MANIFEST_NAME) -> StoredManifest:
-        """Read the manifest, or the part of one rank with this name.
-
-        Raises `ObjectNotFoundError`, `CorruptCheckpointError`, `UnsupportedFormatError`, and the errors of the
-        storage.
-        """
-        file = storage.stat(name)
-        data, manifest = read_manifest_file(storage, file)
-        return cls(file, bytes(memoryview(data).cast("B")), manifest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from typing_extensions import Buffer
-
 from millrace.checkpoint.codec.chunks import checksum
 from millrace.checkpoint.format.manifest import (
     FORMAT_VERSION,
@@ -60,12 +58,21 @@ class CheckpointSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedManifest:
-    """A manifest, its stored length in bytes, and the version of its file, which changes with every save."""
+class StoredManifest:
+    """A manifest and its stored bytes. Picklable."""
 
+    file: StoredFile
+    data: bytes
     manifest: Manifest
-    nbytes: int
-    version: str
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    @classmethod
+    def read(cls, storage: CheckpointStorage, name: str = MANIFEST_NAME) -> StoredManifest:
+        """Read the manifest, or the part of one rank with this name. Raises as `load_manifest`."""
+        return load_manifest(storage, storage.stat(name))
 
 
 def manifest_name(rank: int | None = None) -> str:
@@ -73,37 +80,31 @@ def manifest_name(rank: int | None = None) -> str:
     return MANIFEST_NAME if rank is None else f"rank-{rank}.{MANIFEST_NAME}"
 
 
-def read_manifest(storage: CheckpointStorage, rank: int | None = None) -> LoadedManifest:
+def read_manifest(storage: CheckpointStorage, rank: int | None = None) -> StoredManifest:
     """Read and check a manifest.
 
     Raises `CheckpointNotFoundError` (with a next step that depends on the files in the directory),
     `CorruptCheckpointError`, or `UnsupportedFormatError`.
     """
     try:
-        file = storage.stat(manifest_name(rank))
-        return load_manifest(storage, file)
+        return load_manifest(storage, storage.stat(manifest_name(rank)))
     except MissingError as error:
         raise _not_found(storage, rank) from error
 
 
-def load_manifest(storage: CheckpointStorage, file: StoredFile) -> LoadedManifest:
-    """Read and check a manifest that was listed. Raises `ObjectNotFoundError` when it was removed since, else as
-    `read_manifest`.
+def load_manifest(storage: CheckpointStorage, file: StoredFile) -> StoredManifest:
+    """Read and check a manifest, or the part of one rank, that was listed.
+
+    Raises `ObjectNotFoundError` when it was removed since, else as `read_manifest`.
     """
-    _, manifest = read_manifest_file(storage, file)
-    return LoadedManifest(manifest, file.size, file.version)
-
-
-def read_manifest_file(storage: CheckpointStorage, file: StoredFile) -> tuple[Buffer, Manifest]:
-    """The bytes and the content of a manifest. Raises as `load_manifest`."""
     if file.size > MAX_MANIFEST_BYTES:
         raise CorruptCheckpointError(
             f"{storage.url}: the manifest is impossibly long ({file.size} bytes)", next_step="load another checkpoint"
         )
-    data = storage.read(file, 0, file.size)
+    data = bytes(memoryview(storage.read(file, 0, file.size)).cast("B"))
     try:
         with collection_paused():
-            return data, decode_manifest(data)
+            return StoredManifest(file, data, decode_manifest(data))
     except UnsupportedFormatError as error:
         raise UnsupportedFormatError(f"{storage.url}: {error.message}", next_step=error.next_step) from error
     except CorruptCheckpointError as error:
@@ -155,7 +156,7 @@ def stock_mark(metadata: bytes | None) -> str | None:
     return None if metadata is None else f"{checksum(metadata):016x}"
 
 
-def read_newest(storage: CheckpointStorage, rank: int | None = None) -> LoadedManifest:
+def read_newest(storage: CheckpointStorage, rank: int | None = None) -> StoredManifest:
     """Read and check the manifest, if it is the newest checkpoint in the directory. Raises as `read_manifest`.
 
     Also raises `CheckpointNotFoundError` when torch's own writer has saved to the directory later. It does not remove our
@@ -203,13 +204,12 @@ def refuse_existing(storage: CheckpointStorage, rank: int | None) -> None:
         )
 
 
-def summarize(storage: CheckpointStorage, loaded: LoadedManifest) -> CheckpointSummary:
-    """The summary of a manifest."""
-    manifest = loaded.manifest
+def summarize(storage: CheckpointStorage, manifest: Manifest, nbytes: int) -> CheckpointSummary:
+    """The summary of a manifest that is stored in `nbytes`."""
     return CheckpointSummary(
         url=storage.url,
         raw_bytes=int(manifest.items["nbytes"].sum()),
-        stored_bytes=sum(file.size for file in manifest.own_files) + loaded.nbytes,
+        stored_bytes=sum(file.size for file in manifest.own_files) + nbytes,
         tensors=len(manifest.tensors),
         objects=len(manifest.blobs),
         created=manifest.created,

@@ -10,24 +10,15 @@ Each command of `millrace checkpoints` has a function here. Start reading in `ve
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checkpoint.reading.hugging_face import read_hugging_face
-from millrace.checkpoint.storage.manifests import (
-    CheckpointSummary,
-    LoadedManifest,
-    read_newest,
-    read_stock_metadata,
-    summarize,
-)
+from millrace.checkpoint.reading.opening import summary_of
+from millrace.checkpoint.storage.manifests import CheckpointSummary
 from millrace.checkpoint.storage.storage import open_storage
-from millrace.errors import CheckpointNotFoundError
 from millrace.origin import Readable
-from millrace.runtime.pipeline import default_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +41,4 @@ def describe(
     Also a Hugging Face directory, and, if torch is installed, a checkpoint of torch's own writer. Raises errors of
     `read_manifest` and of origins.
     """
-    storage = open_storage(url, target_options, origin=origin)
-    try:
-        return summarize(storage, read_newest(storage))
-    except CheckpointNotFoundError as missing:
-        if importlib.util.find_spec("torch") is not None and read_stock_metadata(storage) is not None:
-            # Torch takes a second to load, so it is imported only here.
-            from millrace.checkpoint.storage.stock_metadata import summarize_stock
-
-            return summarize_stock(storage)
-        try:
-            opened = read_hugging_face(storage, default_threads())
-        except CheckpointNotFoundError:
-            raise missing from missing.__cause__
-        return summarize(storage, LoadedManifest(opened.manifest, 0, ""))
+    return summary_of(open_storage(url, target_options, origin=origin))
