@@ -191,7 +191,7 @@ class SaveEngine:
         """As `RunSaver.take_state`."""
         self._run_saver().take_state(state, previous)
         if self.uploader is not None:
-            self.uploader.fall_behind()
+            self.uploader.is_behind = True  # the other saver has saved near
 
     def close(self) -> None:
         """Release the run and the memory of the last save."""

@@ -64,7 +64,7 @@ class Recovery:
         self._publish_on_all(self._pending_on_nodes())
         names = self.ranks.run_on_all(lambda: self.uploader.copy_leftovers(""))
         self.ranks.run_on_first(lambda: self.uploader.publish(names))
-        self.uploader.caught_up()
+        self.uploader.is_behind = False
 
     def _pending_on_nodes(self) -> list[tuple[str, StoredManifest]]:
         """The complete checkpoints of any node that the origin lacks. Of several of one name the last counts."""

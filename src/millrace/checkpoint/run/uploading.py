@@ -101,21 +101,14 @@ class Uploader:
     give_up: Callable[[str], None]
     begin: Callable[[], None]
     replicator: Replicator | None = None
-    _is_behind: bool = True
+    is_behind: bool = True
+    """Whether the next upload looks for leftovers: saves of another process, or of a failed upload."""
     _backlog_bytes: int = 0
 
     def close(self) -> None:
         """Wait for a copy to other nodes that is still needed, and end the others."""
         if self.replicator is not None:
             self.replicator.close()
-
-    def fall_behind(self) -> None:
-        """Look for leftovers at the next upload: another process has saved near."""
-        self._is_behind = True
-
-    def caught_up(self) -> None:
-        """Record that the origin has everything, so that the next upload does not look for leftovers."""
-        self._is_behind = False
 
     def upload(self, written: Written, report: Report) -> SaveResult:
         """Upload a save, and begin its copy to other nodes. Raises errors of the places, and of other ranks."""
@@ -131,7 +124,7 @@ class Uploader:
                 if self.replicator is not None:
                     self._replicate(written, StoredManifest.read(source))
                 self.publish(self.copy_leftovers(written.name))
-                self._is_behind = False
+                self.is_behind = False
                 copy_files(source, target, written.own_files, progress=progress.reach)
                 publish_checkpoint(source, target, self.check)
             else:
@@ -139,7 +132,7 @@ class Uploader:
             if self.replicator is not None:
                 self.replicator.uploaded(written.name)
         except BaseException as error:
-            self._is_behind = True
+            self.is_behind = True
             cause = error.error if isinstance(error, SaveFailedElsewhere) else error
             if not isinstance(cause, RetryableError):
                 self.give_up(written.name)
@@ -177,7 +170,7 @@ class Uploader:
 
         Returns the checkpoints whose manifests are to be published after that.
         """
-        if not (self._is_behind and self.member.handles_node):
+        if not (self.is_behind and self.member.handles_node):
             return []
         pending = pending_uploads(self.local, self.tiers.origin)
         # What was saved after `newest` has its own upload.
@@ -243,7 +236,7 @@ class Uploader:
                     emit(Event(name="checkpoint.tier.left", subject=self.local.url_of(name), detail=str(error)))
 
         whole = self.join(far, written.save_id, publish_earlier)
-        self._is_behind = False
+        self.is_behind = False
         self._publish_near(near, whole)
         info = info_of_manifest(
             whole.manifest, len(whole.data), name=written.name, url="", step=0, revision=0, published=0.0
@@ -288,7 +281,7 @@ class Uploader:
         Later saves may be deltas to them. A later step is of a dead job, from before a restore to an earlier one: with a
         manifest it would be the newest checkpoint again.
         """
-        if not self._is_behind:
+        if not self.is_behind:
             return []
         # An earlier save that was complete at the origin, and was pruned there, does not return.
         done = max((age_of(each) for each in self.tiers.origin.scan() if each.complete), default=(-1, -1))

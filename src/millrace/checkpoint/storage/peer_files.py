@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import random
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -147,8 +148,24 @@ class Peer:
 
         return ReplicaName(self.run, directory, name)
 
-    def _responding(self) -> _Responding:
-        return _Responding(self)
+    @contextlib.contextmanager
+    def _responding(self) -> Iterator[None]:
+        """Raises at once for a member that was silent, and translates refusals."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            yield
+        except PeerSilentError as error:
+            self.failure = error
+            raise
+        except PeerRefusedError as error:
+            if error.status == 404:
+                raise ObjectNotFoundError(error.message, next_step="read it from another place") from error
+            if error.status == 409:
+                raise ObjectExistsError(error.message, next_step="delete it there first") from error
+            if error.status == 507:
+                raise DiskFullError(error.message, next_step=error.next_step) from error
+            raise
 
 
 def _retried_while_busy(request: Callable[[], _T], seconds: float | None = None) -> _T:
@@ -166,31 +183,6 @@ def _retried_while_busy(request: Callable[[], _T], seconds: float | None = None)
             if not is_turned_away or time.monotonic() >= until:
                 raise
         time.sleep(random.uniform(*_PAUSE_SECONDS))
-
-
-class _Responding:
-    """Raises at once for a member that was silent, and translates refusals."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-
-    def __enter__(self) -> None:
-        if self._peer.failure is not None:
-            raise self._peer.failure
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, PeerSilentError):
-            self._peer.failure = error
-        if not isinstance(error, PeerRefusedError):
-            return
-        if error.status == 404:
-            raise ObjectNotFoundError(error.message, next_step="read it from another place") from error
-        if error.status == 409:
-            raise ObjectExistsError(error.message, next_step="delete it there first") from error
-        if error.status == 507:
-            raise DiskFullError(error.message, next_step=error.next_step) from error
 
 
 @dataclass(frozen=True, eq=False)
