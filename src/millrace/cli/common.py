@@ -17,12 +17,13 @@ from urllib.parse import urlsplit
 
 import click
 
+from millrace.config import CacheOptions, resolve
 from millrace.errors import ConfigurationError, UsageError, printable, without_queries
+from millrace.events import Event, add_hook
 
 if TYPE_CHECKING:
     from millrace.cache.eviction.retention import Place
     from millrace.cache.node import CacheNode
-    from millrace.config import CacheOptions
     from millrace.filesystem import MillraceFileSystem
     from millrace.filesystem.cluster_access import ClusterAccess
 
@@ -131,7 +132,6 @@ def existing_node(cache_dir: Sequence[str]) -> tuple[CacheNode, list[str]]:
     """
     from millrace.cache.node import cache_node, store_exists
     from millrace.cluster.attach import with_node_limits
-    from millrace.config import resolve
 
     options = with_node_limits(resolve({"cache_dir": list(cache_dir) or None}))
     there = tuple(path for path in options.cache_dirs if store_exists(replace(options, cache_dirs=(path,))))
@@ -216,8 +216,6 @@ def repeats_noted() -> Iterator[None]:
 
     Not in the first seconds: most failures are over by then, or have become the error of the command.
     """
-    from millrace.events import Event, add_hook
-
     began = time.monotonic()
 
     def note(event: Event) -> None:

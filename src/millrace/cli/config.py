@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from millrace.cli.commands import GroupedCommands
 from millrace.cli.common import cache_dir_option, columns_text, json_option, print_json
-
-if TYPE_CHECKING:
-    from millrace.config import EffectiveOption
+from millrace.config import BY_RAY, LOCAL_FOLDER, EffectiveOption, effective_options, find_file, resolve
+from millrace.errors import ConfigurationError, printable
 
 
 @click.group(cls=GroupedCommands)
@@ -29,8 +28,6 @@ def show(cache_dir: tuple[str, ...], as_json: bool) -> None:
 
     These are the values that a file system without arguments uses here. A secret is shown as 'set'.
     """
-    from millrace.errors import printable
-
     options, variables = options_here(cache_dir), _variables(os.environ)
     if as_json:
         print_json({"options": [asdict(each) for each in options], "variables": [asdict(each) for each in variables]})
@@ -50,7 +47,6 @@ def options_here(cache_dir: Sequence[str]) -> list[EffectiveOption]:
     from millrace.cache.node import store_directory
     from millrace.cluster.attach import node_holding
     from millrace.cluster.folder import node_of_cluster
-    from millrace.config import BY_RAY, LOCAL_FOLDER, EffectiveOption, effective_options, resolve
 
     given = {"cache_dir": list(cache_dir) or None}
     found, options = effective_options(given), resolve(given)
@@ -78,8 +74,6 @@ def options_here(cache_dir: Sequence[str]) -> list[EffectiveOption]:
 def _variables(environ: Mapping[str, str]) -> list[EffectiveOption]:
     """The variables that are not options of a file system. Raises `ConfigurationError` for an unusable value."""
     from millrace.cache.attribution import job_of
-    from millrace.config import EffectiveOption, find_file
-    from millrace.errors import ConfigurationError
     from millrace.node.measures import Prices
 
     prices = Prices.of(environ)

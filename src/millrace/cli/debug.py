@@ -20,6 +20,8 @@ import click
 from millrace._version import __version__
 from millrace.cli.commands import GroupedCommands
 from millrace.cli.common import cache_dir_option, cluster_access, json_option, node_option, print_json
+from millrace.config import SECRET_NAMES, load_file, resolve
+from millrace.errors import ConfigurationError, without_queries
 
 _RELEVANT = re.compile(r"(MILLRACE|AWS|AZURE|GOOGLE|GCS|HF|RAY|TORCH|OMP)_.*|.*_PROXY|PYTHON.*", re.IGNORECASE)
 _SECRET = re.compile(
@@ -60,8 +62,6 @@ def bundle(output: Path | None, node: str | None, cache_dir: tuple[str, ...], as
     It has no secret: tokens, keys and queries of URLs are removed. It does contain names of hosts, directories, prefixes,
     jobs and runs: look at it before you publish it. A part that fails contains its error.
     """
-    from millrace.errors import ConfigurationError
-
     if output == Path():
         raise click.UsageError("--output names no file")
     path = output or Path(time.strftime("millrace-debug-%Y%m%d-%H%M%S.tar.gz"))
@@ -96,7 +96,6 @@ def _parts(node: str | None, cache_dir: tuple[str, ...]) -> dict[str, Callable[[
 
 def _nodes(address: str | None, cache_dir: tuple[str, ...]) -> list[dict[str, Any]]:
     """The status of every member of the cluster with the figures of the status page, its last events, and its metrics."""
-    from millrace.config import resolve
     from millrace.filesystem.cluster_access import metrics, statuses
 
     access = cluster_access(resolve({"cache_dir": list(cache_dir) or None}), address)
@@ -113,8 +112,6 @@ def _nodes(address: str | None, cache_dir: tuple[str, ...]) -> list[dict[str, An
 def _tokens_here(cache_dir: tuple[str, ...]) -> set[str]:
     """The tokens of the nodes on this machine, which may be in no variable and no file of options."""
     from millrace.cluster.folder import live_nodes
-    from millrace.config import resolve
-    from millrace.errors import ConfigurationError
 
     with contextlib.suppress(ConfigurationError):  # the part `checks` contains this error
         return {node.facts.token for node in live_nodes(resolve({"cache_dir": list(cache_dir) or None}))}
@@ -165,9 +162,6 @@ def _without_login(address: str) -> str:
 
 def secrets_of(environ: Mapping[str, str]) -> set[str]:
     """Values that must not be in the file: of variables with a name of a secret, logins in addresses, and the token."""
-    from millrace.config import SECRET_NAMES, load_file
-    from millrace.errors import ConfigurationError
-
     found = {value.strip() for name, value in environ.items() if _SECRET.search(name) and not os.path.exists(value)}
     for name, value in environ.items():
         if _ADDRESS.fullmatch(name) and (login := _LOGIN.match(value)) is not None:
@@ -179,8 +173,6 @@ def secrets_of(environ: Mapping[str, str]) -> set[str]:
 
 def hidden(secrets: set[str]) -> Callable[[Any], Any]:
     """A function that removes secrets, users in URLs, and queries of web addresses from every text in a JSON value."""
-    from millrace.errors import without_queries
-
     longest_first = sorted(secrets, key=len, reverse=True)
 
     def hide(value: Any) -> Any:

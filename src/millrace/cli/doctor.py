@@ -18,12 +18,12 @@ import click
 
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import cache_dir_option, endpoint_option, json_option, print_json
-from millrace.errors import MillraceError, ObjectNotFoundError, UsageError, without_queries
+from millrace.config import CacheOptions, load_file, parse_etcd, resolve
+from millrace.errors import ConfigurationError, MillraceError, ObjectNotFoundError, UsageError, without_queries
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.cluster.folder import LocalNode
-    from millrace.config import CacheOptions
 
 _CONNECT_SECONDS = 3.0
 _LIBRARIES = ("pyarrow", "obstore", "lmdb", "fsspec")
@@ -49,8 +49,6 @@ class Check:
 @json_option
 def doctor(url: str | None, cache_dir: tuple[str, ...], endpoint_url: str | None, as_json: bool) -> int:
     """Check this machine, its cluster, and whether URL (s3://bucket/prefix) can be listed."""
-    from millrace.config import resolve
-
     if endpoint_url and not url:
         raise UsageError("--endpoint-url needs a URL", next_step="add the URL to list: s3://bucket/prefix")
     options = resolve({"cache_dir": list(cache_dir) or None})
@@ -74,9 +72,6 @@ def checks_of(options: CacheOptions, url: str | None, endpoint_url: str | None) 
 
 def checks_despite_errors(cache_dir: Sequence[str]) -> Iterator[Check]:
     """`checks_of` this machine and its cluster. With an unusable option: that error, and the checks of the machine."""
-    from millrace.config import load_file, resolve
-    from millrace.errors import ConfigurationError
-
     given = {"cache_dir": list(cache_dir) or None}
     try:
         options = resolve(given)
@@ -243,7 +238,6 @@ def _reach(url: str, endpoint_url: str | None) -> Check:
 def _cluster_checks(options: CacheOptions) -> Iterator[Check]:
     """Checks of the cluster; none if no cluster is configured and no node runs on this machine."""
     from millrace.cluster.folder import live_nodes
-    from millrace.config import parse_etcd
 
     nodes = live_nodes(options)
     if options.members == "ray":

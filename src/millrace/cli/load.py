@@ -27,6 +27,8 @@ from millrace.cli.common import (
     time_text,
 )
 from millrace.cli.interrupts import remembered
+from millrace.config import resolve
+from millrace.errors import DiskFullError
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
@@ -98,7 +100,6 @@ def _load(
     if node is None:
         _warn_if_alone(cache_dir)
         return fs.load(urls, progress=progress, verify=verify)
-    from millrace.config import resolve
     from millrace.filesystem.cluster_access import access_through
     from millrace.filesystem.cluster_loading import keys_of, load_on_cluster
 
@@ -118,7 +119,6 @@ def _warn_if_alone(cache_dir: Sequence[str]) -> None:
     """Print a message if a cluster node runs on this machine, but no option names its cluster."""
     from millrace.cluster.attach import link_for
     from millrace.cluster.folder import live_nodes
-    from millrace.config import resolve
 
     options = resolve({"cache_dir": list(cache_dir) or None})
     if options.members == "auto" and (here := live_nodes(options)) and link_for(options) is None:
@@ -140,8 +140,6 @@ def _progress_so_far(state: LoadProgress | None) -> str:
 
 def run_load(work: Callable[[LoadDisplay], T]) -> T | int:
     """Load with a progress display. Returns the result of `work`, or the exit code if the cache is full or on Ctrl-C."""
-    from millrace.errors import DiskFullError
-
     display = LoadDisplay()
     try:
         with remembered():

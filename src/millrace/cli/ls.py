@@ -18,6 +18,7 @@ from millrace.cli.common import (
     print_note,
     time_text,
 )
+from millrace.errors import printable
 from millrace.figures import size_text
 
 
@@ -34,7 +35,6 @@ def ls(url: str | None, long: bool, cache_dir: tuple[str, ...], endpoint_url: st
     --endpoint-url the URL matches every service with cached objects.
     """
     from millrace.cache.catalog import cached_objects
-    from millrace.errors import printable
 
     node, _ = existing_node(cache_dir)
     places = places_of(node, url, endpoint_url)[1] if url is not None else [None]

@@ -19,10 +19,13 @@ import click
 
 from millrace.cli.commands import GroupedCommands
 from millrace.cli.common import cache_dir_option, json_option, json_text, print_json, print_message, print_note
+from millrace.cli.logs import log_others_to_stderr
+from millrace.config import CacheOptions, parse_addresses, parse_etcd, resolve
+from millrace.errors import ConfigurationError, PeerRefusedError, PeerSilentError, UsageError
+from millrace.event_log import level_of, line_of
+from millrace.events import Event, add_hook
 
 if TYPE_CHECKING:
-    from millrace.config import CacheOptions
-    from millrace.events import Event
     from millrace.node.drain import DrainReport
     from millrace.node.process import NodeProcess
     from millrace.origin import Origin
@@ -113,7 +116,6 @@ def run(
     address returns the metrics for Prometheus, with the token; /healthz and /readyz are for probes. 'millrace node link'
     prints the link to its status page.
     """
-    from millrace.config import resolve
     from millrace.node import telemetry
     from millrace.node.process import NodeProcess
 
@@ -163,7 +165,6 @@ def _ready(process: NodeProcess, as_json: bool) -> None:
 
 
 def _report(report: DrainReport) -> None:
-
     if report.did_not:
         print_message(
             f"left after {report.seconds:.0f} s; {len(report.did_not)} nodes had not copied all blocks by then"
@@ -179,8 +180,6 @@ def listening_address(options: CacheOptions, listen: str | None) -> tuple[str, i
     Raises `ConfigurationError`.
     """
     from millrace.cluster.membership.backends import backend_of
-    from millrace.config import parse_addresses, parse_etcd
-    from millrace.errors import ConfigurationError
 
     if listen is not None:
         given = parse_addresses(listen, option="--listen")
@@ -224,8 +223,6 @@ def _is_local(host: str) -> bool:
 
 def _address_towards(host: str, port: int) -> str:
     """The address of this machine that is the source of packets to `host`. Sends nothing."""
-    from millrace.errors import ConfigurationError
-
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -239,7 +236,6 @@ def _address_towards(host: str, port: int) -> str:
 
 def _origin(url: str) -> Origin:
     """The origin of `--origin`: the address of an S3 service, or the URL of a storage without a path."""
-    from millrace.errors import ConfigurationError, UsageError
     from millrace.origin import open_origin, origin_for_url
 
     scheme, separator, rest = url.partition("://")
@@ -287,8 +283,6 @@ def _signals() -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def _events(as_json: bool) -> Iterator[None]:
     """Print a line for each important event while the block runs. Other warnings are logged to stderr."""
-    from millrace.cli.logs import log_others_to_stderr
-    from millrace.events import add_hook
 
     def on_event(event: Event) -> None:
         if event.name.startswith(_IMPORTANT):
@@ -313,8 +307,6 @@ def _as_json(event: Event) -> dict[str, Any]:
 
 
 def _as_text(event: Event) -> str:
-    from millrace.event_log import level_of, line_of
-
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {logging.getLevelName(level_of(event))} {line_of(event)}"
 
 
@@ -343,7 +335,6 @@ def link(address: str | None, cache_dir: tuple[str, ...], as_json: bool) -> None
     """
     from urllib.parse import quote
 
-    from millrace.config import resolve
     from millrace.filesystem.cluster_access import access_through, secrets_for
 
     options = resolve({"cache_dir": list(cache_dir) or None})
@@ -372,7 +363,6 @@ def drain(address: str | None, seconds: float, cache_dir: tuple[str, ...], as_js
 
     The other nodes copy its blocks from its disk; then its process ends, and this command returns.
     """
-    from millrace.config import resolve
     from millrace.filesystem.cluster_access import access_through
 
     if not 0 <= seconds <= 3600:
@@ -403,7 +393,6 @@ def drain(address: str | None, seconds: float, cache_dir: tuple[str, ...], as_js
 
 def _node_here(options: CacheOptions) -> str:
     from millrace.cluster.folder import live_nodes
-    from millrace.errors import ConfigurationError
 
     addresses = [live.facts.address for live in live_nodes(options)]
     if len(addresses) != 1:
@@ -421,8 +410,6 @@ def _wait_until_left(read_status: Callable[[], Any], deadline: float) -> bool:
 
     Prints on stderr how many nodes still copy blocks.
     """
-    from millrace.errors import PeerRefusedError, PeerSilentError
-
     waiting_for: Sequence[str] | None = None
     has_left = False
     began = time.monotonic()

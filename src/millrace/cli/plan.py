@@ -10,6 +10,8 @@ import click
 from millrace.cli.commands import PlainCommand
 from millrace.cli.common import NumberRange, columns_text, json_option, print_json, time_text
 from millrace.cli.rates import ratio_text
+from millrace.config import parse_amount
+from millrace.errors import ConfigurationError
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
@@ -34,9 +36,6 @@ def _positive_rate(text: str) -> int:
 
 
 def _bytes(amount: str, text: str, expected: str) -> int:
-    from millrace.config import parse_amount
-    from millrace.errors import ConfigurationError
-
     try:
         nbytes = parse_amount(amount, option="").nbytes
     except ConfigurationError:

@@ -22,6 +22,8 @@ from millrace.cli.common import (
     print_note,
     time_text,
 )
+from millrace.config import parse_amount, resolve
+from millrace.errors import printable, without_queries
 from millrace.figures import size_text
 
 _URLS = click.argument("urls", nargs=-1, required=True, metavar="URL...")
@@ -178,7 +180,6 @@ def _resize_here(size: str | None, cache_dir: Sequence[str]) -> list[dict[str, A
     from millrace.cache import catalog
     from millrace.cache.node import cache_node
     from millrace.cluster.attach import with_node_limits
-    from millrace.config import parse_amount, resolve
 
     node = cache_node(with_node_limits(resolve({"cache_dir": list(cache_dir) or None})))
     catalog.resize(node, None if size is None else parse_amount(size, option="size"))
@@ -195,7 +196,6 @@ def _resize_here(size: str | None, cache_dir: Sequence[str]) -> list[dict[str, A
 
 def _resize_there(size: str | None, address: str) -> list[dict[str, Any]]:
     """Resize the disks of another node, which publishes its new weight to the cluster."""
-    from millrace.config import parse_amount, resolve
     from millrace.filesystem.cluster_access import access_through
 
     if size is not None:
@@ -224,8 +224,6 @@ def _url(url: str) -> str:
 
 
 def _done(as_json: bool, content: Mapping[str, object], *lines: str) -> None:
-    from millrace.errors import printable, without_queries
-
     if as_json:
         print_json(content)
         return

@@ -12,6 +12,7 @@ from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import cache_dir_option, cluster_access, columns_text, existing_node, json_option, node_option
 from millrace.cli.rates import rates, ratio_text
 from millrace.cli.watch import interval_option, repeat
+from millrace.config import resolve
 from millrace.figures import hit_ratio, size_text
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ def stats(interval: float, count: int, node: str | None, cache_dir: tuple[str, .
     Each output covers the time since the one before. The nodes are those of the cluster that 'millrace status' shows;
     without a cluster, this machine's cache. A node that does not respond is missing in an output.
     """
-    from millrace.config import resolve
-
     access = cluster_access(resolve({"cache_dir": list(cache_dir) or None}), node)
     if access is None:
         source = _Source(None, cache_dir)

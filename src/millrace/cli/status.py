@@ -22,11 +22,12 @@ from millrace.cli.common import (
 from millrace.cli.rates import Rates, rate_lines, rates_of_all, ratio_text, total_lines
 from millrace.cli.rules import rule_text
 from millrace.cli.watch import interval_option, repeat, watch_option
+from millrace.config import CacheOptions, resolve
+from millrace.errors import ConfigurationError, printable
 from millrace.figures import hit_ratio, size_text
 
 if TYPE_CHECKING:
     from millrace.cache.disk import Disk
-    from millrace.config import CacheOptions
     from millrace.filesystem.cluster_access import ClusterAccess
 
 
@@ -54,9 +55,6 @@ def status(node: str | None, cache_dir: tuple[str, ...], watch: bool, interval: 
 
 def read_status(address: str | None, cache_dir: Sequence[str]) -> dict[str, Any]:
     """The state of this machine's cache, with that of the cluster under `cluster`, as far as they exist."""
-    from millrace.config import resolve
-    from millrace.errors import ConfigurationError
-
     options = resolve({"cache_dir": list(cache_dir) or None})
     cluster = _cluster(options, address)
     try:
@@ -207,8 +205,6 @@ def _disk(disk: Disk) -> dict[str, Any]:
 
 
 def _machine_lines(summary: Mapping[str, Any]) -> list[str]:
-    from millrace.errors import printable
-
     lines = []
     counters = summary["counters"]
     if summary["hit_ratio"] is not None:

@@ -13,7 +13,7 @@ import click
 
 from millrace.cli.common import ProgressLine, columns_of, counted, padded, print_message, require_host, time_text
 from millrace.cli.interrupts import remembered
-from millrace.errors import printable
+from millrace.errors import CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError, printable
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
@@ -57,8 +57,6 @@ def trust_option(command: F) -> F:
 
 def trusted_types(names: Sequence[str]) -> list[type]:
     """The classes that `--trust` names. Raises `ConfigurationError`."""
-    from millrace.errors import ConfigurationError
-
     found: list[type] = []
     for name in names:
         module, colon, path = name.partition(":")
@@ -116,7 +114,6 @@ def checkpoints_in(run: Run, url: str, options: Mapping[str, Any] | None) -> Seq
     """
     from millrace.checkpoint.run.claims import is_claim
     from millrace.checkpoint.storage.storage import LocalStorage
-    from millrace.errors import CheckpointNotFoundError
 
     listing = run.look()
     if listing.checkpoints or listing.empty or any(is_claim(file.name) for file in listing.files):
@@ -135,7 +132,6 @@ def checkpoints_in(run: Run, url: str, options: Mapping[str, Any] | None) -> Seq
 def _runs_below(url: str, options: Mapping[str, Any] | None) -> list[str]:
     """The names of up to three runs directly below a directory, of its first directories; none if it cannot be listed."""
     from millrace.checkpoint.run.run_layout import parse_name
-    from millrace.errors import MillraceError
     from millrace.origin import origin_for_url
 
     found: list[str] = []
@@ -164,7 +160,6 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import newest_first
     from millrace.checkpoint.storage.storage import has_file, open_storage
-    from millrace.errors import CheckpointNotFoundError, UsageError
 
     options = options_of(url, endpoint_url)
     if is_checkpoint(url, options):

@@ -20,12 +20,12 @@ from millrace.cli.checkpoints.common import (
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import counted, endpoint_option, json_option, print_json
 from millrace.cli.watch import interval_option, repeat, watch_option
+from millrace.errors import MillraceError
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.run.run_info import CheckpointInfo
     from millrace.checkpoint.run.run_layout import ListedCheckpoint
-    from millrace.errors import MillraceError
 
 
 @click.command(cls=LibraryCommand)
@@ -94,7 +94,6 @@ def _single(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
 def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import timeline
-    from millrace.errors import MillraceError
 
     run = open_run(url, options)
     found = checkpoints_in(run, url, options)

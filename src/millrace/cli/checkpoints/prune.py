@@ -24,6 +24,7 @@ from millrace.cli.checkpoints.common import (
 )
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import counted, endpoint_option, is_terminal, json_option, print_json
+from millrace.errors import MillraceError, UsageError
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
@@ -69,7 +70,6 @@ def prune(
     from millrace.checkpoint.run.pruning import prune as prune_run
     from millrace.checkpoint.run.retention import parse_policy
     from millrace.checkpoint.run.run_layout import open_run
-    from millrace.errors import UsageError
 
     policy = parse_policy(keep)
     options = options_of(url, endpoint_url)
@@ -94,8 +94,6 @@ def prune(
 
 def _infos(run: Run, url: str, options: Mapping[str, Any] | None) -> Sequence[CheckpointInfo]:
     """The readable checkpoints of the run. Raises `CheckpointNotFoundError` for a URL without a run."""
-    from millrace.errors import MillraceError
-
     found = checkpoints_in(run, url, options)
     return [info for info in run.describe_all(found).values() if not isinstance(info, MillraceError)]
 

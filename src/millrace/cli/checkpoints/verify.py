@@ -20,7 +20,7 @@ from millrace.cli.checkpoints.common import (
 )
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import counted, duration_text, endpoint_option, json_option, print_json, print_note
-from millrace.errors import printable
+from millrace.errors import CheckpointNotFoundError, UsageError, printable
 from millrace.figures import listed, size_text
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ def verify(
     Exit code 3: damage was found. 1: something could not be checked.
     """
     from millrace.checkpoint.tools.verifying import verify_checkpoint
-    from millrace.errors import CheckpointNotFoundError
 
     if every and step is not None:
         raise click.UsageError("verify takes --step or --all, not both")
@@ -77,7 +76,6 @@ def verify(
 
 def _all_of(url: str, endpoint_url: str | None) -> Sequence[str]:
     from millrace.checkpoint.run.run_layout import open_run
-    from millrace.errors import CheckpointNotFoundError, UsageError
 
     options = options_of(url, endpoint_url)
     if is_checkpoint(url, options):
