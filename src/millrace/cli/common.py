@@ -284,25 +284,19 @@ class ProgressLine:
             self._is_shown = False
 
 
-def columns_text(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Rows of text as aligned lines; the first `left` columns are aligned left, the others right."""
-    widths = [max(columns_of(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return [
-        "  ".join(
-            padded(text, width, right=place >= left)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:
+    """The lines of a table; the columns in `right` are aligned right."""
+    lines = [tuple(map(printable, line)) for line in (columns, *rows)]
+    widths = [max(_width(line[place]) for line in lines) for place in range(len(columns))]
+
+    def cell(place: int, text: str) -> str:
+        gap = " " * (widths[place] - _width(text))
+        return gap + text if columns[place] in right else text + gap
+
+    return ["  ".join(cell(place, text) for place, text in enumerate(line)).rstrip() for line in lines]
 
 
-def padded(text: str, width: int, *, right: bool) -> str:
-    """A cell of `width` columns, aligned left or right."""
-    gap = " " * (width - columns_of(text))
-    return gap + text if right else text + gap
-
-
-def columns_of(text: str) -> int:
+def _width(text: str) -> int:
     """The columns of a text on a terminal: two for a wide character (Chinese, emoji), none for a combining one."""
     if text.isascii():
         return len(text)

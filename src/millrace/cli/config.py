@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from millrace.cli.commands import GroupedCommands
-from millrace.cli.common import cache_dir_option, columns_text, json_option, print_json
+from millrace.cli.common import cache_dir_option, json_option, print_json, table
 from millrace.config import BY_RAY, LOCAL_FOLDER, EffectiveOption, effective_options, find_file, resolve
-from millrace.errors import ConfigurationError, printable
+from millrace.errors import ConfigurationError
 
 
 @click.group(cls=GroupedCommands)
@@ -33,9 +33,7 @@ def show(cache_dir: tuple[str, ...], as_json: bool) -> None:
         print_json({"options": [asdict(each) for each in options], "variables": [asdict(each) for each in variables]})
         return
     found = ((each.name, value_text(each.value), each.source) for each in (*options, *variables))
-    rows = [("option", "value", "source"), *found]
-    for line in columns_text(rows, left=3):
-        click.echo(printable(line))
+    click.echo("\n".join(table(("option", "value", "source"), list(found))))
 
 
 def options_here(cache_dir: Sequence[str]) -> list[EffectiveOption]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from millrace.cli.commands import PlainCommand
-from millrace.cli.common import NumberRange, columns_text, json_option, print_json, time_text
+from millrace.cli.common import NumberRange, json_option, print_json, table, time_text
 from millrace.cli.rates import ratio_text
 from millrace.config import parse_amount
 from millrace.errors import ConfigurationError
@@ -172,15 +172,15 @@ def lines_of(work: Workload, result: Plan) -> list[str]:
         f"later epochs: {time_text(result.later.seconds)}{_limit(result.later.limit)}, hit ratio {share}",
     ]
     both = (result.total, result.uncached)
+    columns = ("1 epoch" if work.epochs == 1 else f"{work.epochs} epochs", "with Millrace", "without a cache")
     rows = [
-        ("1 epoch" if work.epochs == 1 else f"{work.epochs} epochs", "with Millrace", "without a cache"),
         ("hit ratio", *(ratio_text(each.hit_ratio) for each in both)),
         ("time", *(time_text(each.seconds) for each in both)),
         ("from the storage", *(size_text(each.origin_bytes) for each in both)),
         ("requests", *(f"{each.origin_requests:,}" for each in both)),
         ("cost, in the currency of your prices", *(f"{each.cost.total:,.2f}" for each in both)),
     ]
-    return [head, *(epochs if work.epochs > 1 else epochs[:1]), "", *columns_text(rows, left=1)]
+    return [head, *(epochs if work.epochs > 1 else epochs[:1]), "", *table(columns, rows, right=columns[1:])]
 
 
 def _limit(name: str) -> str:

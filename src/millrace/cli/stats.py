@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import cache_dir_option, cluster_access, columns_text, existing_node, json_option, node_option
+from millrace.cli.common import cache_dir_option, cluster_access, existing_node, json_option, node_option, table
 from millrace.cli.rates import rates, ratio_text
 from millrace.cli.watch import interval_option, repeat
 from millrace.config import resolve
@@ -121,7 +121,8 @@ def table_lines(state: Mapping[str, Any]) -> list[str]:
     if len(nodes) > 1:
         sums = (_rate(name, sum(node["per_second"].get(name, 0.0) for node in nodes)) for name in shown)
         rows.append(("all", "", "", *sums))
-    return columns_text([("node", "hits", "hits, total", *(_COLUMNS[name] for name in shown)), *rows], left=1)
+    columns = ("node", "hits", "hits, total", *(_COLUMNS[name] for name in shown))
+    return table(columns, rows, right=columns[1:])
 
 
 def _rate(name: str, value: float) -> str:

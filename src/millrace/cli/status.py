@@ -12,12 +12,12 @@ from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import (
     cache_dir_option,
     cluster_access,
-    columns_text,
     counted,
     existing_node,
     json_option,
     node_option,
     print_json,
+    table,
 )
 from millrace.cli.rates import Rates, rate_lines, rates_of_all, ratio_text, total_lines
 from millrace.cli.rules import rule_text
@@ -139,8 +139,7 @@ def cluster_lines(cluster: Mapping[str, Any]) -> list[str]:
     """A cluster as a table, and its sums."""
     if not cluster["nodes"]:
         return ["the cluster has no nodes"]
-    rows = [_COLUMNS, *(_row(node, cluster["nodes"]) for node in cluster["nodes"])]
-    lines = columns_text(rows, left=len(_COLUMNS))
+    lines = table(_COLUMNS, [_row(node, cluster["nodes"]) for node in cluster["nodes"]])
     responding = sum(node["answers"] for node in cluster["nodes"])
     silent = len(cluster["nodes"]) - responding
     lines.append(

@@ -13,8 +13,7 @@ import pytest
 
 from millrace.cache.node import close_nodes
 from millrace.cli import main
-from millrace.cli.checkpoints.common import table
-from millrace.cli.common import columns_text, duration_text, time_text
+from millrace.cli.common import duration_text, table, time_text
 from millrace.cli.load import progress_text
 from millrace.figures import size_text
 from millrace.filesystem.loading import LoadProgress
@@ -128,7 +127,6 @@ def test_pin_of_a_prefix_keeps_its_objects_until_unpinned(millrace: Any, data: P
 def test_tables_with_wide_and_combining_characters_are_aligned() -> None:
     names = ["name", "数据", "📦", "e\u0301te\u0301"]
     expected = ["name  n", "数据  1", "📦    2", "e\u0301te\u0301   3"]
-    assert columns_text([(name, number) for name, number in zip(names, "n123", strict=True)], left=1) == expected
     assert table(("name", "n"), [(name, number) for name, number in zip(names[1:], "123", strict=True)]) == expected
 
 

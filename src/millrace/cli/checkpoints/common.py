@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from millrace.cli.common import ProgressLine, columns_of, counted, padded, print_message, require_host, time_text
+from millrace.cli.common import ProgressLine, counted, print_message, require_host, table, time_text
 from millrace.cli.interrupts import remembered
-from millrace.errors import CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError, printable
+from millrace.errors import CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
@@ -192,15 +192,15 @@ def _near(step: int, found: Sequence[ListedCheckpoint]) -> str:
 # --- numbers and tables ---------------------------------------------------------------------------------
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:
-    """The lines of a table; the columns in `right` are aligned right."""
-    lines = [tuple(map(printable, line)) for line in (columns, *rows)]
-    widths = [max(columns_of(line[place]) for line in lines) for place in range(len(columns))]
-
-    def cell(place: int, text: str) -> str:
-        return padded(text, widths[place], right=columns[place] in right)
-
-    return ["  ".join(cell(place, text) for place, text in enumerate(line)).rstrip() for line in lines]
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, everything: bool, right: Sequence[str] = ()
+) -> None:
+    """Print a table (`table`), of many rows only the first ones."""
+    first, more = cut(rows, everything=everything)
+    for line in table(columns, first, right=right):
+        click.echo(line)
+    if more:
+        click.echo(f"... and {more} more (--all shows them)")
 
 
 def cut(rows: Sequence[Any], *, everything: bool) -> tuple[Sequence[Any], int]:

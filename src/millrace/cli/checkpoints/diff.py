@@ -16,9 +16,9 @@ from millrace.cli.checkpoints.common import (
     cut,
     keys_option,
     options_of,
+    print_table,
     shape_text,
     shown,
-    table,
     threads_option,
     trust_option,
     trusted_types,
@@ -100,16 +100,15 @@ def _show(report: DiffReport, *, everything: bool) -> None:
     _names("only in B", report.added, everything=everything)
     others = [change for change in report.tensors if change.changed is None]
     changed = [change for change in report.tensors if change.changed is not None]
-    if others:
-        rows, more = cut([_other(change) for change in others], everything=everything)
-        _table(("other dtype or shape", "A", "B"), rows, more)
-    if changed:
-        rows, more = cut([_changed(change) for change in changed], everything=everything)
-        columns = ("changed tensors", "dtype", "shape", "changed", "max", "mean", "relative")
-        _table(columns, rows, more, right=("changed", "max", "mean", "relative"))
-    if report.objects:
-        rows, more = cut([(c.key, c.before[:60], c.after[:60]) for c in report.objects], everything=everything)
-        _table(("changed objects", "A", "B"), rows, more)
+    figures = ("changed", "max", "mean", "relative")
+    for columns, rows in (
+        (("other dtype or shape", "A", "B"), [_other(change) for change in others]),
+        (("changed tensors", "dtype", "shape", *figures), [_changed(change) for change in changed]),
+        (("changed objects", "A", "B"), [(c.key, c.before[:60], c.after[:60]) for c in report.objects]),
+    ):
+        if rows:
+            click.echo("")
+            print_table(columns, rows, everything=everything, right=figures)
     different = len(report.tensors) + len(report.objects)
     click.echo(
         f"\n{report.equal} equal, {different} changed, {len(report.removed)} only in A, {len(report.added)} only in B; "
@@ -123,14 +122,6 @@ def _names(title: str, keys: Sequence[str], *, everything: bool) -> None:
         click.echo(
             f"\n{title}: {printable(', '.join(rows))}" + (f" and {more} more (--all shows them)" if more else "")
         )
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], more: int, *, right: Sequence[str] = ()) -> None:
-    click.echo("")
-    for line in table(columns, rows, right=right):
-        click.echo(line)
-    if more:
-        click.echo(f"... and {more} more (--all shows them)")
 
 
 def _other(change: TensorChange) -> tuple[str, str, str]:

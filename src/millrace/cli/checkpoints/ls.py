@@ -15,10 +15,9 @@ from millrace.cli.checkpoints.common import (
     options_of,
     ratio_text,
     step_text,
-    table,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import counted, endpoint_option, json_option, print_json
+from millrace.cli.common import counted, endpoint_option, json_option, print_json, table
 from millrace.cli.watch import interval_option, repeat, watch_option
 from millrace.errors import MillraceError
 from millrace.figures import size_text

@@ -14,13 +14,12 @@ from millrace.cli.checkpoints.common import (
     Display,
     all_option,
     checkpoints_in,
-    cut,
     date_text,
     is_checkpoint,
     options_of,
+    print_table,
     shown,
     step_text,
-    table,
 )
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import counted, endpoint_option, is_terminal, json_option, print_json
@@ -118,11 +117,7 @@ def _show(plan: PruneReport, infos: Sequence[CheckpointInfo], policy: Policy, *,
         )
         for name in names
     ]
-    rows, more = cut(lines, everything=everything)
-    for line in table(("step", "time", "size", "", "why"), rows, right=("step", "size")):
-        click.echo(line)
-    if more:
-        click.echo(f"... and {more} more (--all shows them)")
+    print_table(("step", "time", "size", "", "why"), lines, everything=everything, right=("step", "size"))
     for name in plan.unreadable:
         click.echo(f"{name} cannot be read: it stays, with all files that it may need")
     if plan.leftovers:

@@ -12,15 +12,14 @@ import click
 from millrace.cli.checkpoints.common import (
     all_option,
     checkpoint_url,
-    cut,
     date_text,
     iso_text,
     keys_option,
     options_of,
+    print_table,
     ratio_text,
     shape_text,
     step_option,
-    table,
 )
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import counted, endpoint_option, json_option, print_json
@@ -112,7 +111,6 @@ def _split(user: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
 
 
 def _show(title: str, values: Sequence[StoredValue], *, everything: bool) -> None:
-    rows, more = cut(values, everything=everything)
     stored = sum(value.stored_bytes for value in values)
     raw = sum(value.raw_bytes for value in values)
     described = ("dtype", "shape", "shards") if title == "tensors" else ()
@@ -127,13 +125,9 @@ def _show(title: str, values: Sequence[StoredValue], *, everything: bool) -> Non
             ratio_text(value.stored_bytes, value.raw_bytes),
             _how(value),
         )
-        for value in rows
+        for value in values
     ]
-    right = ("shards", "rank", "size", "stored", "ratio")
-    for line in table(columns, lines, right=right):
-        click.echo(line)
-    if more:
-        click.echo(f"... and {more} more (--all shows them)")
+    print_table(columns, lines, everything=everything, right=("shards", "rank", "size", "stored", "ratio"))
     if len(values) > 1:
         click.echo(f"{len(values)} {title}: {size_text(raw)}, stored in {size_text(stored)}")
 
@@ -164,9 +158,5 @@ def _how(value: StoredValue) -> str:
 
 
 def _short(content: Any) -> str:
-    text = json.dumps(content, default=_plain)
+    text = json.dumps(content, default=repr)
     return text if len(text) <= _TEXT_CHARACTERS else f"{text[: _TEXT_CHARACTERS - 3]}..."
-
-
-def _plain(value: Any) -> str:
-    return repr(value)
