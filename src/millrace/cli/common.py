@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import math
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from millrace.cli.interrupts import remembered
 from millrace.config import CacheOptions, resolve
 from millrace.errors import ConfigurationError, UsageError, printable, without_queries
 from millrace.events import Event, add_hook
@@ -249,7 +251,7 @@ def print_message(line: str) -> None:
         click.echo(text, err=True)
 
 
-class ProgressLine:
+class ProgressLine(abc.ABC):
     """Progress on stderr: a bar on a terminal, else a line every ten seconds."""
 
     def __init__(self) -> None:
@@ -282,6 +284,28 @@ class ProgressLine:
         if self._is_shown:
             click.echo("\r\x1b[K", err=True, nl=False)
             self._is_shown = False
+
+    @abc.abstractmethod
+    def so_far(self) -> str:
+        """The progress so far, for the message after an interrupt."""
+
+
+@contextlib.contextmanager
+def shown(display: ProgressLine, *, after: str = "") -> Iterator[None]:
+    """Clear the display at the end of the block. An interrupt ends the command with its exit code and one line on stderr.
+
+    The line contains `after`, or the progress so far.
+    """
+    try:
+        with remembered():
+            yield
+    except KeyboardInterrupt as end:
+        display.clear()
+        word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
+        print_message(f"{word}: {after or display.so_far()}")
+        raise click.exceptions.Exit(code) from end
+    finally:
+        display.clear()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:

@@ -14,7 +14,7 @@ from millrace.cli.common import (
     json_option,
     print_json,
 )
-from millrace.cli.load import LoadDisplay, run_load
+from millrace.cli.load import loading
 from millrace.figures import size_text
 
 
@@ -27,7 +27,7 @@ from millrace.figures import size_text
 @json_option
 def files(
     url: str, directory: str, copy: bool, cache_dir: tuple[str, ...], endpoint_url: str | None, as_json: bool
-) -> int:
+) -> None:
     """Make a directory of read-only files with cached objects, for programs that read files.
 
     URL is an object, a prefix or a quoted pattern, as for 'millrace load', which first loads the objects that are not cached
@@ -43,14 +43,8 @@ def files(
 
     fs = file_system([url], cache_dir, endpoint_url, sends_requests=True)
 
-    def fill(display: LoadDisplay) -> tuple[LocalFolder, float]:
-        with LocalFolder(fs, url, directory=directory, copy=copy, progress=display) as made:
-            return made, 0.0 if display.last is None else display.last.seconds
-
-    done = run_load(fill)
-    if isinstance(done, int):
-        return done
-    made, seconds = done
+    with loading() as display, LocalFolder(fs, url, directory=directory, copy=copy, progress=display) as made:
+        seconds = 0.0 if display.last is None else display.last.seconds
     if as_json:
         print_json(
             {
@@ -62,9 +56,8 @@ def files(
                 "seconds": round(seconds, 3),
             }
         )
-        return 0
+        return
     click.echo(
         f"{made.path}: {counted(made.objects, 'file')}, {size_text(made.linked_bytes)} linked and "
         f"{size_text(made.copied_bytes)} copied; {size_text(made.fetched_bytes)} fetched in {duration_text(seconds)}"
     )
-    return 0

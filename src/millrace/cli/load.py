@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,9 +25,9 @@ from millrace.cli.common import (
     print_json,
     print_message,
     print_note,
+    shown,
     time_text,
 )
-from millrace.cli.interrupts import remembered
 from millrace.config import resolve
 from millrace.errors import DiskFullError
 from millrace.figures import size_text
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from millrace.filesystem.loading import LoadProgress
 
 _CACHE_FULL = 3  # the exit code if not everything fits into the cache
-
-T = TypeVar("T")
 
 
 @click.command(cls=LibraryCommand)
@@ -56,7 +55,7 @@ def load(
     cache_dir: tuple[str, ...],
     endpoint_url: str | None,
     as_json: bool,
-) -> int:
+) -> None:
     """Load objects into the cache before they are read.
 
     URL is an object (s3://bucket/key), a prefix (everything below it), or a quoted pattern ('s3://bucket/train/*.parquet',
@@ -69,12 +68,11 @@ def load(
     Exit code 3: the cache is full, and not everything is in it.
     """
     fs = file_system(urls, cache_dir, endpoint_url, sends_requests=True)
-    done = run_load(lambda display: _load(fs, urls, node, cache_dir, display, verify=verify))
-    if isinstance(done, int):
-        return done
+    with loading() as display:
+        done = _load(fs, urls, node, cache_dir, display, verify=verify)
     if as_json:
         print_json({**asdict(done), "seconds": round(done.seconds, 3)})
-        return 0
+        return
     speed = f" ({size_text(done.fetched_bytes / done.seconds)}/s)" if done.fetched_bytes and done.seconds else ""
     before = size_text(done.done_bytes - done.fetched_bytes)
     verb = "is" if done.done_objects == 1 else "are"
@@ -85,7 +83,6 @@ def load(
     )
     if verify:
         click.echo(f"every block was checked: {done.bad_blocks or 'none'} had to be fetched again")
-    return 0
 
 
 def _load(
@@ -128,56 +125,50 @@ def _warn_if_alone(cache_dir: Sequence[str]) -> None:
         )
 
 
-def _progress_so_far(state: LoadProgress | None) -> str:
-    if state is None or not state.objects:
-        return "nothing was loaded yet"
-    more = "" if state.listed else " or more"
-    return (
-        f"{state.done_objects} of {state.objects}{more} objects, {size_text(state.done_bytes)} of "
-        f"{size_text(state.nbytes)}{more}, are in the cache"
-    )
-
-
-def run_load(work: Callable[[LoadDisplay], T]) -> T | int:
-    """Load with a progress display. Returns the result of `work`, or the exit code if the cache is full or on Ctrl-C."""
+@contextlib.contextmanager
+def loading() -> Iterator[LoadDisplay]:
+    """Display the progress of a load in the block. Ends the command if the cache is full, and on Ctrl-C."""
     display = LoadDisplay()
     try:
-        with remembered():
-            return work(display)
+        with shown(display):
+            yield display
     except DiskFullError as error:
-        display.clear()
         print_message(str(error))
-        return _CACHE_FULL
-    except KeyboardInterrupt as end:
-        display.clear()
-        word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
-        print_message(f"{word}: {_progress_so_far(display.last)}; run the same command again to continue")
-        return _leave(code)
-    finally:
-        display.clear()
+        raise click.exceptions.Exit(_CACHE_FULL) from error
+    except click.exceptions.Exit as end:
+        _leave(end.exit_code)
+        raise
 
 
-def _leave(code: int) -> int:
+def _leave(code: int) -> None:
     """End the process now if a request still waits for a server: it has no state to lose."""
     if any(thread.name.startswith("millrace-load") for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    return code
 
 
-class LoadDisplay:
+class LoadDisplay(ProgressLine):
     """Shows the progress of a load; `last` is the last progress."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.last: LoadProgress | None = None
-        self._line = ProgressLine()
-        self.clear = self._line.clear
 
     def __call__(self, state: LoadProgress) -> None:
         self.last = state
-        if self._line.is_due():
-            self._line.show(progress_text(state), state.done_bytes, state.nbytes)
+        if self.is_due():
+            self.show(progress_text(state), state.done_bytes, state.nbytes)
+
+    def so_far(self) -> str:
+        state, then = self.last, "; run the same command again to continue"
+        if state is None or not state.objects:
+            return f"nothing was loaded yet{then}"
+        more = "" if state.listed else " or more"
+        return (
+            f"{state.done_objects} of {state.objects}{more} objects, {size_text(state.done_bytes)} of "
+            f"{size_text(state.nbytes)}{more}, are in the cache{then}"
+        )
 
 
 def progress_text(state: LoadProgress) -> str:

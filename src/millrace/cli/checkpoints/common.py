@@ -6,13 +6,12 @@ import contextlib
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from millrace.cli.common import ProgressLine, counted, print_message, require_host, table, time_text
-from millrace.cli.interrupts import remembered
+from millrace.cli.common import ProgressLine, counted, require_host, table, time_text
 from millrace.errors import CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError
 from millrace.figures import size_text
 
@@ -237,27 +236,25 @@ def iso_text(seconds: float) -> str:
 # --- progress -------------------------------------------------------------------------------------------
 
 
-class Display:
-    """Shows the progress of a command; `last` is the last progress. `verb` is a participle such as "checked"."""
+class Display(ProgressLine):
+    """Shows the progress of a command. `verb` is a participle such as "checked"."""
 
     def __init__(self, verb: str) -> None:
-        self.last: WorkProgress | None = None
+        super().__init__()
+        self._last: WorkProgress | None = None
         self._verb = verb
         self._began = time.monotonic()
-        self._line = ProgressLine()
-        self.clear = self._line.clear
 
     def __call__(self, state: WorkProgress) -> None:
-        self.last = state
-        if self._line.is_due():
+        self._last = state
+        if self.is_due():
             text = self._text(state, time.monotonic() - self._began)
-            self._line.show(text, state.done_bytes, state.total_bytes)
+            self.show(text, state.done_bytes, state.total_bytes)
 
-    def far(self) -> str:
-        """The progress so far, for the message after an interrupt."""
-        if self.last is None:
+    def so_far(self) -> str:
+        if self._last is None:
             return f"nothing was {self._verb} yet"
-        return f"{size_text(self.last.done_bytes)} of {size_text(self.last.total_bytes)} were {self._verb}"
+        return f"{size_text(self._last.done_bytes)} of {size_text(self._last.total_bytes)} were {self._verb}"
 
     def _text(self, state: WorkProgress, seconds: float) -> str:
         rate = state.done_bytes / seconds if seconds else 0.0
@@ -268,21 +265,3 @@ class Display:
             + (f", {time_text(left)} left" if left >= 1 else "")
             + (f", {counted(state.problems, 'problem')}" if state.problems else "")
         )
-
-
-@contextlib.contextmanager
-def shown(display: Display, *, after: str = "") -> Iterator[None]:
-    """Clear the display at the end of the block. An interrupt ends the command with its exit code and one line on stderr.
-
-    The line contains `after`, or the progress so far.
-    """
-    try:
-        with remembered():
-            yield
-    except KeyboardInterrupt as end:
-        display.clear()
-        word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
-        print_message(f"{word}: {after or display.far()}")
-        raise click.exceptions.Exit(code) from end
-    finally:
-        display.clear()

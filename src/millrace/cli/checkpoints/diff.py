@@ -18,13 +18,12 @@ from millrace.cli.checkpoints.common import (
     options_of,
     print_table,
     shape_text,
-    shown,
     threads_option,
     trust_option,
     trusted_types,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import endpoint_option, json_option, print_json
+from millrace.cli.common import endpoint_option, json_option, print_json, shown
 from millrace.errors import printable
 from millrace.figures import size_text
 

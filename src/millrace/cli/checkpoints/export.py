@@ -11,14 +11,13 @@ from millrace.cli.checkpoints.common import (
     checkpoint_url,
     keys_option,
     options_of,
-    shown,
     step_option,
     threads_option,
     trust_option,
     trusted_types,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import counted, duration_text, endpoint_option, json_option, print_json
+from millrace.cli.common import counted, duration_text, endpoint_option, json_option, print_json, shown
 from millrace.config import parse_amount
 from millrace.errors import ConfigurationError, printable
 from millrace.figures import listed, size_text

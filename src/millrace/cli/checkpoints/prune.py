@@ -18,11 +18,10 @@ from millrace.cli.checkpoints.common import (
     is_checkpoint,
     options_of,
     print_table,
-    shown,
     step_text,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import counted, endpoint_option, is_terminal, json_option, print_json
+from millrace.cli.common import counted, endpoint_option, is_terminal, json_option, print_json, shown
 from millrace.errors import MillraceError, UsageError
 from millrace.figures import size_text
 

@@ -14,12 +14,11 @@ from millrace.cli.checkpoints.common import (
     checkpoint_url,
     is_checkpoint,
     options_of,
-    shown,
     step_option,
     threads_option,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import counted, duration_text, endpoint_option, json_option, print_json, print_note
+from millrace.cli.common import counted, duration_text, endpoint_option, json_option, print_json, print_note, shown
 from millrace.errors import CheckpointNotFoundError, UsageError, printable
 from millrace.figures import listed, size_text
 
