@@ -75,7 +75,7 @@ def show(
         return
     tensors = [value for value in chosen if value.dtype is not None]
     objects = [value for value in chosen if value.dtype is None]
-    click.echo(_head(summary, record))
+    click.echo(_head(summary))
     for name, kept in (("metrics", record.get("metrics")), ("metadata", user)):
         if kept:
             click.echo(f"{name}: {_short(kept)}")
@@ -86,20 +86,14 @@ def show(
     click.echo("\n" + "\n".join(_LEGEND) if chosen else "the checkpoint is empty")
 
 
-def _head(summary: CheckpointSummary, record: Mapping[str, Any]) -> str:
-    kind = "of torch's own writer" if summary.format_version == 0 else _kind_text(record)
+def _head(summary: CheckpointSummary) -> str:
+    kind = "of torch's own writer" if summary.format_version == 0 else "complete"
     values = f"{counted(summary.tensors, 'tensor')}, {counted(summary.objects, 'object')}"
     ratio = ratio_text(summary.stored_bytes, summary.raw_bytes)
     return (
         f"{summary.url}\n{date_text(summary.created)}, {kind}\n"
         f"{values}, {size_text(summary.raw_bytes)}, stored in {size_text(summary.stored_bytes)} ({ratio})"
     )
-
-
-def _kind_text(record: Mapping[str, Any]) -> str:
-    bases = record.get("bases") or ()
-    kind = str(record.get("kind", "complete"))
-    return kind + (f" on {', '.join(map(str, bases))}" if bases else "")
 
 
 def _split(user: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
