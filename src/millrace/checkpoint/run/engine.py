@@ -99,7 +99,7 @@ class SaveEngine:
     retention: Retention = field(init=False)
     uploader: Uploader | None = field(init=False, default=None)
     _saver: RunSaver | None = None
-    _may_go_back: bool = False
+    _state: RunState = field(default_factory=RunState)
 
     def __post_init__(self) -> None:
         options, tiers = self.options, self.tiers
@@ -177,14 +177,14 @@ class SaveEngine:
     def start_over(self) -> None:
         """After a restore: the next save is full, and may be of any step."""
         if self._saver is None:
-            self._may_go_back = True
+            self._state.may_go_back = True
         else:
             self._saver.start_over()
 
     def give_state(self) -> tuple[RunState, LastSave | None]:
         """As `RunSaver.give_state`."""
         if self._saver is None:
-            return RunState(may_go_back=self._may_go_back, damaged=tuple(self.damaged)), None
+            return replace(self._state, damaged=set(self.damaged)), None
         return self._saver.give_state()
 
     def take_state(self, state: RunState, previous: LastSave | None) -> None:
@@ -218,9 +218,9 @@ class SaveEngine:
                 near=local or (None if origin.is_remote else origin),
                 make_room=self.retention.make_room,
                 rewind=options.rewind,
-                may_go_back=self._may_go_back,
                 independent=options.independent,
                 damaged=self.damaged,
+                state=self._state,
                 write=self.write,
                 on_claim=self.on_claim,
             )

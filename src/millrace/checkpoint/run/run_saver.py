@@ -121,10 +121,10 @@ class RunSaver:
     `member` is this rank, and `limit` the seconds for which it waits for the others. `scan` lists the checkpoints of the run
     in all places. `local` is the place to write to first, if there is one. `near` is where this rank finds the stored bytes
     of earlier saves without requests to the origin: `local`, or the run itself if it is a local directory. `rewind`: whether
-    a save may be of any step, also of one below the newest; `may_go_back`: the same for the next save only, after a restore.
-    `independent`: whether deltas are made only while the run has a checkpoint that shares no file with them. `damaged`
-    receives the names of checkpoints that were found to be damaged. `make_room` prunes one of the places and returns the
-    number of removed files; it never raises. `on_claim` is called with each new claim.
+    a save may be of any step, also of one below the newest. `independent`: whether deltas are made only while the run has a
+    checkpoint that shares no file with them. `damaged` receives the names of checkpoints that were found to be damaged.
+    `make_room` prunes one of the places and returns the number of removed files; it never raises. `on_claim` is called with
+    each new claim. `state` is what another saver of the run continues from.
     """
 
     run: Run
@@ -138,27 +138,15 @@ class RunSaver:
     near: Run | None
     make_room: Callable[[Run], int]
     rewind: bool = False
-    may_go_back: bool = False
     independent: bool = True
     damaged: set[str] = field(default_factory=set)
     write: Write
     on_claim: Callable[[ClaimState], None] = lambda state: None
-    # Every save since the last full one; on the first rank.
-    _history: list[SaveRecord] = field(default_factory=list)
-    _is_history_known: bool = False
-    # None before the first listing.
-    _complete: list[Point] | None = None
-    _taken: set[tuple[int, int]] = field(default_factory=set)
-    _newest_own: Point | None = None
+    state: RunState = field(default_factory=RunState)
     # The name of the last save by this object, and one of its data files.
     _own_file: tuple[str, str] = ("", "")
-    _attempted: int | None = None
-    _is_abandoned: bool = False
     _claim: Claim | None = None
     _previous: LastSave | None = None
-    _is_next_full: bool = False
-    _given_up: set[str] = field(default_factory=set)
-    _versions: dict[str, str] = field(default_factory=dict)
     # Of several ranks: this rank's parts of the saves in the history, by directory.
     _own_parts: dict[str, Manifest] = field(default_factory=dict)
 
@@ -187,7 +175,7 @@ class RunSaver:
         except BaseException as error:
             staged.release()
             # Files of other ranks may be left in the directory. The next save lists it as that of a dead one.
-            self._is_abandoned = self._is_abandoned or (self.member.count > 1 and self._claim is not None)
+            self.state.is_abandoned = self.state.is_abandoned or (self.member.count > 1 and self._claim is not None)
             if isinstance(error, SaveFailedElsewhere):
                 raise error.error from None
             raise
@@ -230,31 +218,18 @@ class RunSaver:
 
     def start_over(self) -> None:
         """After a restore: the next save is full, and may be of any step."""
-        self.may_go_back = True
+        self.state.may_go_back = True
         self._drop_history()
 
     def give_up(self, name: str) -> None:
         """Record that a save on the local disk will never reach the run's URL. The next save is full. From any thread."""
-        self._given_up.add(name)
-        self._is_next_full = True
+        self.state.given_up.add(name)
+        self.state.is_next_full = True
 
     def give_state(self) -> tuple[RunState, LastSave | None]:
         """Hand over to another saver of this run: its state, and the last save, whose memory the other one releases."""
-        state = RunState(
-            claim=None if self._claim is None else self._claim.state,
-            complete=None if self._complete is None else tuple(self._complete),
-            taken=tuple(self._taken),
-            history=tuple(self._history),
-            is_history_known=self._is_history_known,
-            newest_own=self._newest_own,
-            attempted=self._attempted,
-            is_next_full=self._is_next_full,
-            may_go_back=self.may_go_back,
-            is_abandoned=self._is_abandoned,
-            versions=dict(self._versions),
-            damaged=tuple(self.damaged),
-            given_up=tuple(self._given_up),
-        )
+        claim = None if self._claim is None else self._claim.state
+        state = replace(self.state, claim=claim, damaged=set(self.damaged))
         previous, self._previous, self._claim = self._previous, None, None
         return state, previous
 
@@ -262,15 +237,8 @@ class RunSaver:
         """Continue after another saver."""
         self._drop_base()
         self._claim = None if state.claim is None else Claim.resume(self.run, state.claim)
-        self._complete = None if state.complete is None else list(state.complete)
-        self._taken = set(state.taken)
-        self._history, self._is_history_known = list(state.history), state.is_history_known
-        self._newest_own, self._attempted = state.newest_own, state.attempted
-        self._is_next_full, self.may_go_back = state.is_next_full, state.may_go_back
-        self._is_abandoned = state.is_abandoned
-        self._versions = dict(state.versions)
         self.damaged.update(state.damaged)
-        self._given_up.update(state.given_up)
+        self.state = replace(state, given_up=state.given_up | self.state.given_up)
         self._previous = previous
 
     def close(self) -> None:
@@ -278,7 +246,7 @@ class RunSaver:
         self._drop_base()
         claim, self._claim = self._claim, None
         if claim is not None:
-            if self._is_abandoned:
+            if self.state.is_abandoned:
                 with contextlib.suppress(MillraceError):  # else the files are removed a day later
                     claim.abandon_saves()
             claim.release()
@@ -319,7 +287,7 @@ class RunSaver:
                 self._remove_empty(self.run, order.name)
                 is_alone = self.member.count == 1 and self.local is None and not self.run.is_remote
                 if is_alone and not os.path.isdir(self.run.url_of(order.name)):
-                    self._taken.discard(parse_name(order.name) or (0, 0))
+                    self.state.taken.discard(parse_name(order.name) or (0, 0))
             raise
 
     def _remove_empty(self, run: Run, name: str) -> None:
@@ -344,26 +312,26 @@ class RunSaver:
             return self._decide(step)
 
     def _decide(self, step: int) -> SaveOrder:
-        if not (self.rewind or self.may_go_back):
+        if not (self.rewind or self.state.may_go_back):
             self._refuse_to_go_back(step)
         complete, taken = self._known_names()
         # A save of another job that has not certainly died may become complete at any time, and must not be the newest then.
         revision = next_revision(step, [*complete, *map(Point._make, taken - set(self._dead()))])
         while (step, revision) in taken:  # by a dead save, whose files a later pruning removes
             revision += 1
-        self._taken.add((step, revision))
+        self.state.taken.add((step, revision))
         name, save_id = checkpoint_name(step, revision), uuid.uuid4().hex
         live = timeline(complete)
         after = checkpoint_name(*live[-1]) if live else None
         after_file = self._own_file[1] if self._own_file[0] == after else ""
-        if self._is_next_full:
-            self._is_next_full = False
+        if self.state.is_next_full:
+            self.state.is_next_full = False
             self._drop_history()
         elif live and live[-1].step >= step:
             self._drop_history()  # this save does not continue from the newest checkpoint
-        elif not self._is_history_known:
-            self._history, self._is_history_known = self._stored_history(live), True
-        history = self._history
+        elif not self.state.is_history_known:
+            self.state.history, self.state.is_history_known = self._stored_history(live), True
+        history = self.state.history
         kind = choose_base(
             history,
             full_every=self.full_every,
@@ -385,8 +353,8 @@ class RunSaver:
 
         All checkpoints before the last full save do, because that refers to no file of another. Retention keeps one.
         """
-        chain = {record.directory for record in self._history} | self.damaged | self._given_up
-        return any(checkpoint_name(*point) not in chain for point in self._complete or ())
+        chain = {record.directory for record in self.state.history} | self.damaged | self.state.given_up
+        return any(checkpoint_name(*point) not in chain for point in self.state.complete or ())
 
     def _without_damage(self, order: SaveOrder, about: dict[str, Any]) -> SaveOrder:
         """`order`, or a full save if there is damage in the stored bytes of the base."""
@@ -411,7 +379,7 @@ class RunSaver:
         return replace(order, base=None, is_anchor=False)
 
     def _report_damage(self, event: str, order: SaveOrder, problem: str) -> None:
-        self.damaged.update(record.directory for record in self._history)
+        self.damaged.update(record.directory for record in self.state.history)
         state = "is damaged" if event == "run.base.damaged" else "cannot be the base of a delta"
         text = f"{self.run.url_of(order.base or '')} {state} ({problem}); {order.name} is saved in full"
         emit(Event(name=event, subject=order.name, detail=text))
@@ -429,7 +397,7 @@ class RunSaver:
         live = timeline(found)
         if not live or live[-1].step < step:
             return
-        if live[-1].step == step and (live[-1] == self._newest_own or step == self._attempted):
+        if live[-1].step == step and (live[-1] == self.state.newest_own or step == self.state.attempted):
             return
         newest, url = live[-1].step, self.run.url
         raise UsageError(
@@ -442,17 +410,17 @@ class RunSaver:
     def _known_names(self) -> tuple[list[Point], set[tuple[int, int]]]:
         """Complete checkpoints, and all used names. Listed once: while the claim holds, no other process adds any."""
         if self._claim is None:
-            self._claim, self._complete = Claim.take(self.run), None
+            self._claim, self.state.complete = Claim.take(self.run), None
             self.on_claim(self._claim.state)
-        if self._is_abandoned:
+        if self.state.is_abandoned:
             self._claim.abandon_saves()
-            self._is_abandoned = False
-        if self._complete is None:
+            self.state.is_abandoned = False
+        if self.state.complete is None:
             found = self.scan()
-            self._complete = [Point(each.step, each.revision) for each in found if each.complete]
+            self.state.complete = [Point(each.step, each.revision) for each in found if each.complete]
             # A pruning may remove files in the directories of dead saves at any time, also if they are empty now.
-            self._taken = {(each.step, each.revision) for each in found}.union(self._dead())
-        return self._complete, self._taken
+            self.state.taken = {(each.step, each.revision) for each in found}.union(self._dead())
+        return self.state.complete, self.state.taken
 
     def _dead(self) -> list[Point]:
         """The unfinished saves of writers that have certainly died."""
@@ -470,7 +438,7 @@ class RunSaver:
             self._claim.announce([name])
         except DiskFullError:
             if self.member.count == 1:  # nothing is stored under this name; other ranks keep the order
-                self._taken.discard(parse_name(name) or (0, 0))
+                self.state.taken.discard(parse_name(name) or (0, 0))
             raise
 
     def _stored_history(self, live: list[Point]) -> list[SaveRecord]:
@@ -509,7 +477,7 @@ class RunSaver:
 
     def _is_refused(self, directory: str | None) -> bool:
         """Whether the local disk refused an earlier save, which is at the origin only."""
-        return any(record.is_refused and record.directory == directory for record in self._history)
+        return any(record.is_refused and record.directory == directory for record in self.state.history)
 
     def _write_somewhere(
         self, order: SaveOrder, staged: Staged, about: dict[str, Any], progress: ProgressMeter
@@ -525,7 +493,7 @@ class RunSaver:
                         raise
                     if isinstance(error, DiskFullError) and not is_last and self.make_room(self.local) > 0:
                         continue
-                    was_refused = bool(self._history) and self._history[-1].is_refused
+                    was_refused = bool(self.state.history) and self.state.history[-1].is_refused
                     report_local_failure(self.local, order.name, error, warn=not was_refused)
                     break
         return False, *self._write_with_base(order, staged, self.run, about, progress)
@@ -561,7 +529,7 @@ class RunSaver:
             # Only the first rank has a claim, and publishes. A near save does not check it: its upload does.
             claim=self._claim if target is self.run else None,
             is_near=target is not self.run,
-            versions=self._versions if self.run.is_remote else None,
+            versions=self.state.versions if self.run.is_remote else None,
             replaced_base=tuple(self.damaged) if was_replaced else (),
             overwrite=False,
             base=self._base(order.base),
@@ -612,7 +580,7 @@ class RunSaver:
             if damaged:
                 # One rank has no base in its part, and the others have. From the next save on all begin anew.
                 self.damaged.update(damaged)
-                self._is_next_full = True
+                self.state.is_next_full = True
 
         return complete(storage, self.member, save_id, self.limit, check=self.check_claim, before=before, note=note)
 
@@ -635,17 +603,17 @@ class RunSaver:
             record = replace(record, kind="delta", base="anchor" if order.is_anchor else "previous")
         record = replace(record, is_refused=self.local is not None and not writer.is_near)
         # A save without any reference or delta counts as full, even if it had a base.
-        self._history = [record] if record.kind == "full" else [*self._history, record]
+        self.state.history = [record] if record.kind == "full" else [*self.state.history, record]
         if self.member.count > 1:
             self._own_parts[info.name] = own
-            names = {each.directory for each in self._history}
+            names = {each.directory for each in self.state.history}
             self._own_parts = {name: part for name, part in self._own_parts.items() if name in names}
-        self._is_history_known, self.may_go_back = True, False
-        self._newest_own, self._attempted = Point(info.step, info.revision), None
-        if self._complete is not None:
-            self._complete.append(self._newest_own)
+        self.state.is_history_known, self.state.may_go_back = True, False
+        self.state.newest_own, self.state.attempted = Point(info.step, info.revision), None
+        if self.state.complete is not None:
+            self.state.complete.append(self.state.newest_own)
         paths = paths_of(info)
-        self._versions = {path: version for path, version in self._versions.items() if path in paths}
+        self.state.versions = {path: version for path, version in self.state.versions.items() if path in paths}
 
     def _keep_base(self, order: SaveOrder, writer: _RunWriter, staged: Staged) -> None:
         """Keep the state as the base of the next save, if there is memory for it."""
@@ -664,7 +632,7 @@ class RunSaver:
     def _drop_history(self) -> None:
         """Make the next save full: it does not continue from the last saved state."""
         self._drop_base()
-        self._history, self._is_history_known, self._own_parts = [], True, {}
+        self.state.history, self.state.is_history_known, self._own_parts = [], True, {}
 
 
 def chunk_counts(manifest: Manifest) -> tuple[int, int, int]:

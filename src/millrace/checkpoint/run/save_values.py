@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -82,28 +81,30 @@ class LastSave(NamedTuple):
     staged: Staged
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunState:
     """The state of a `RunSaver`, from which another one continues. Picklable.
 
-    `newest_own`: the checkpoint that this manager saved last. `attempted`: the step of a save that may have been published
-    by a saver that died. `is_abandoned`: whether the saves that the claim announces will not be finished. `given_up`: near
-    saves that never reach the run's URL.
+    `complete`: the complete checkpoints; None before the first listing. `taken`: all used steps and revisions. `history`:
+    every save since the last full one, on the first rank. `may_go_back`: whether the next save may be of any step, after a
+    restore. `versions`: those of the run's data files in an object store, by path. `newest_own`: the checkpoint that this
+    manager saved last. `attempted`: the step of a save that may have been published by a saver that died. `is_abandoned`:
+    whether the saves that the claim announces will not be finished. `given_up`: near saves that never reach the run's URL.
     """
 
     claim: ClaimState | None = None
-    complete: tuple[Point, ...] | None = None
-    taken: tuple[tuple[int, int], ...] = ()
-    history: tuple[SaveRecord, ...] = ()
+    complete: list[Point] | None = None
+    taken: set[tuple[int, int]] = field(default_factory=set)
+    history: list[SaveRecord] = field(default_factory=list)
     is_history_known: bool = False
     newest_own: Point | None = None
     attempted: int | None = None
     is_next_full: bool = False
     may_go_back: bool = False
     is_abandoned: bool = False
-    versions: Mapping[str, str] = field(default_factory=dict)
-    damaged: tuple[str, ...] = ()
-    given_up: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    damaged: set[str] = field(default_factory=set)
+    given_up: set[str] = field(default_factory=set)
 
 
 def picklable(error: Exception) -> Exception:

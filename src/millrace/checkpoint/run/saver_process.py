@@ -198,7 +198,7 @@ class SaverProcess:
     def take_state(self, state: RunState, previous: LastSave | None) -> None:
         """Continue after the engine of the training process. `start` was called before."""
         child = self._running()
-        self._known = replace(state, complete=None, taken=(), history=(), is_history_known=False, versions={})
+        self._known = replace(state, complete=None, taken=set(), history=[], is_history_known=False, versions={})
         if state.claim is not None:
             child.claim = state.claim
         last: protocol.SharedState | None = None
@@ -276,7 +276,7 @@ class SaverProcess:
                 claim=child.claim,
                 is_abandoned=is_taken,
                 is_next_full=is_taken,
-                given_up=tuple(self._given_up),
+                given_up=set(self._given_up),
             )
 
     def _plan(self, staged: StagedState) -> tuple[PlannedState, bool]:

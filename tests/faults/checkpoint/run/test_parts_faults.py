@@ -270,7 +270,7 @@ def test_pruned_checkpoint_does_not_return_after_an_outage(tmp_path: Path, monke
     assert job.complete() == [1, 2, 3]
     saver = job.engines[0]._saver
     assert saver is not None
-    saver._is_next_full = True
+    saver.state.is_next_full = True
     assert kinds(job.save(4)) == ["SaveResult", "SaveResult"]
     prune(job.engines[0].tiers.origin, KeepLast(1), independent=False)
     assert job.complete() == [4]
