@@ -19,7 +19,7 @@ from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import Policy
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
 from millrace.checkpoint.run.run_saver import RunSaver, Write
-from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, Staged, Written
+from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, SaveRequest, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Placed, Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
@@ -64,20 +64,6 @@ class EngineOptions:
             limits={"timeout": self.timeout},
             read_through=self.read_through,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveRequest:
-    """One save: its step, the user's figures and values, and how long the training waited for an earlier save.
-
-    `order` is None for a single rank, which decides in the save.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    user: Mapping[str, Any]
-    waited_seconds: float
-    order: SaveOrder | None = None
 
 
 @dataclass(kw_only=True)
@@ -140,21 +126,13 @@ class SaveEngine:
 
         A save that is not near is complete: the run was pruned. Raises as `RunSaver.save`.
         """
-        step, progress = request.step, ProgressMeter(request.step, report)
+        progress = ProgressMeter(request.step, report)
         try:
-            written = self._run_saver().save(
-                step,
-                staged,
-                metrics=request.metrics,
-                user=request.user,
-                waited_seconds=request.waited_seconds,
-                progress=progress,
-                order=request.order,
-            )
+            written = self._run_saver().save(request, staged, progress)
         except Exception as error:
             self.retention.is_tidy = False
             if self.options.member.is_first:
-                emit(failed(self.tiers.origin.url, step, error))
+                emit(failed(self.tiers.origin.url, request.step, error))
             raise
         if self.options.member.is_first:
             emit(_saved(self.tiers.origin.url, written.result))

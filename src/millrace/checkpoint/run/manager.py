@@ -29,7 +29,7 @@ from millrace.checkpoint.arguments import (
 from millrace.checkpoint.codec.registry import Compression, schedule_for
 from millrace.checkpoint.format.manifest import pack_value, unpack_value
 from millrace.checkpoint.run.driving import plan_save, save_staged
-from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest, failed
+from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, failed
 from millrace.checkpoint.run.parts import publish_failure
 from millrace.checkpoint.run.peers import ClusterAccess
 from millrace.checkpoint.run.preemption import PreemptionWatch
@@ -40,7 +40,7 @@ from millrace.checkpoint.run.restoring import Restorer
 from millrace.checkpoint.run.retention import KeepAll, Policy, as_policy
 from millrace.checkpoint.run.run_info import CheckpointInfo
 from millrace.checkpoint.run.run_layout import MAX_STEP, Run
-from millrace.checkpoint.run.save_values import Member, SaveOrder, Written, picklable
+from millrace.checkpoint.run.save_values import Member, SaveOrder, SaveRequest, Written, picklable
 from millrace.checkpoint.run.saver_process import SaverProcess, SaverUnavailable, Upload, is_supported
 from millrace.checkpoint.run.saving import (
     PendingSave,

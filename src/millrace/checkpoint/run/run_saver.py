@@ -19,7 +19,7 @@ from millrace.checkpoint.run.claims import Claim, ClaimState
 from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name, part_name
-from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, Staged, Written
+from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, SaveRequest, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, SaveResult
 from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
 from millrace.checkpoint.run.timeline import Point, next_revision, timeline
@@ -150,28 +150,18 @@ class RunSaver:
     # Of several ranks: this rank's parts of the saves in the history, by directory.
     _own_parts: dict[str, Manifest] = field(default_factory=dict)
 
-    def save(
-        self,
-        step: int,
-        staged: Staged,
-        *,
-        metrics: Mapping[str, float],
-        user: Mapping[str, Any],
-        waited_seconds: float,
-        progress: ProgressMeter,
-        order: SaveOrder | None = None,
-    ) -> Written:
+    def save(self, request: SaveRequest, staged: Staged, progress: ProgressMeter) -> Written:
         """Write a state to the nearest place that accepts it. It is durable there on return: of a near save by several
         ranks, this rank's part.
 
-        `order` is the one that the first of several ranks decided. This object owns `staged` from now on, also after an
-        error. A save that fails leaves no files. After a full disk it is retried once if `make_room` freed something. Raises
-        `UsageError` for a step below the newest, and for the newest step unless this object saved it; `RunTakenError` when
-        another manager has taken the run; errors of the save; and those of other ranks.
+        This object owns `staged` from now on, also after an error. A save that fails leaves no files. After a full disk it
+        is retried once if `make_room` freed something. Raises `UsageError` for a step below the newest, and for the newest
+        step unless this object saved it; `RunTakenError` when another manager has taken the run; errors of the save; and
+        those of other ranks.
         """
         began = time.monotonic()
         try:
-            is_near, order, writer = self._save(step, staged, {"metrics": dict(metrics)}, dict(user), progress, order)
+            is_near, order, writer = self._save(request, staged, progress)
         except BaseException as error:
             staged.release()
             # Files of other ranks may be left in the directory. The next save lists it as that of a dead one.
@@ -189,14 +179,14 @@ class RunSaver:
         self._own_file = order.name, next(iter(writer.own_files), "")
         self._keep_base(order, writer, staged)
         result = SaveResult(
-            step=step,
+            step=request.step,
             url=self.run.url_of(order.name),
             kind="delta" if info.kind == "delta" else "full",
             raw_bytes=info.raw_bytes,
             stored_bytes=info.stored_bytes,
             restore_bytes=info.restore_bytes,
             staged_seconds=staged.seconds,
-            waited_seconds=waited_seconds,
+            waited_seconds=request.waited_seconds,
             seconds=time.monotonic() - began + staged.seconds,
             chunks_full=chunks[0],
             chunks_delta=chunks[1],
@@ -254,18 +244,13 @@ class RunSaver:
     # --- inside -----------------------------------------------------------------------------------
 
     def _save(
-        self,
-        step: int,
-        staged: Staged,
-        record: dict[str, Any],
-        user: dict[str, Any],
-        progress: ProgressMeter,
-        order: SaveOrder | None,
+        self, request: SaveRequest, staged: Staged, progress: ProgressMeter
     ) -> tuple[bool, SaveOrder, _RunWriter]:
         """Write one save, in a second attempt after a full disk. Returns as `_attempt`."""
-        about = {"run": {"step": step, "full": "", "after": "", "after_file": "", **record}, "user": user}
+        record = {"step": request.step, "full": "", "after": "", "after_file": "", "metrics": dict(request.metrics)}
+        about: dict[str, Any] = {"run": record, "user": dict(request.user)}
         for is_last in (False, True):
-            chosen = order or self.order(step)
+            chosen = request.order or self.order(request.step)
             try:
                 self._announce(chosen.name)
                 about["run"].update(full=chosen.full, after=chosen.after or "", after_file=chosen.after_file)

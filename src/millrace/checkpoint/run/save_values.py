@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.saving import SaveResult
@@ -43,6 +44,20 @@ class SaveOrder:
     after: str | None = None
     after_file: str = ""
     is_copied: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """One save: its step, the user's figures and values, and how long the training waited for an earlier save.
+
+    `order` is None for a single rank, which decides in the save.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    user: Mapping[str, Any]
+    waited_seconds: float
+    order: SaveOrder | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

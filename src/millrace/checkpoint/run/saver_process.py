@@ -27,10 +27,10 @@ from typing import Any
 from millrace.checkpoint.run import saver_protocol as protocol
 from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.driving import plan_save
-from millrace.checkpoint.run.engine import EngineOptions, SaveRequest, failed
+from millrace.checkpoint.run.engine import EngineOptions, failed
 from millrace.checkpoint.run.processes import is_stopped, this_process
 from millrace.checkpoint.run.run_layout import parse_name
-from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Written
+from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, SaveRequest, Written
 from millrace.checkpoint.run.saving import Report, SaveResult
 from millrace.checkpoint.state.arena import Region, regions
 from millrace.checkpoint.state.staging import StagedState, Structure

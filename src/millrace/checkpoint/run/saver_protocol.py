@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checkpoint.run.engine import SaveRequest
 from millrace.checkpoint.run.processes import Process
-from millrace.checkpoint.run.save_values import RunState, Written
+from millrace.checkpoint.run.save_values import RunState, SaveRequest, Written
 from millrace.checkpoint.run.saving import SaveProgress, SaveResult
 from millrace.checkpoint.writing.shared_plan import SharedBase
 

@@ -20,14 +20,14 @@ from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.run import parts, run_saver
 from millrace.checkpoint.run.claims import Claim
 from millrace.checkpoint.run.driving import plan_save, save_staged
-from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
+from millrace.checkpoint.run.engine import EngineOptions, SaveEngine
 from millrace.checkpoint.run.parts import publish_failure
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.recovering import Recovery
 from millrace.checkpoint.run.retention import KeepAll, KeepLast
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, checkpoint_name, part_name
 from millrace.checkpoint.run.run_saver import RunSaver
-from millrace.checkpoint.run.save_values import Member, SaveOrder
+from millrace.checkpoint.run.save_values import Member, SaveOrder, SaveRequest
 from millrace.checkpoint.run.timeline import timeline
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.checkpoint.state.staging import StateStager
