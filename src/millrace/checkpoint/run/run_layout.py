@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from millrace.checkpoint.arguments import ReadThroughMode
-from millrace.checkpoint.format.manifest import MANIFEST_NAME
+from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest
 from millrace.checkpoint.run.timeline import Point, last_revisions
 from millrace.checkpoint.storage.manifests import load_manifest
@@ -297,6 +297,15 @@ def open_run(
         return Run(storage, _LocalPlace(storage, sync))
     origin, key = origin_for_url(os.fspath(url), target_options, limits)
     return Run(storage, _ObjectPlace(storage.url, origin, key.strip("/"), read_through))
+
+
+def describe_manifest(url: str, manifest: Manifest, nbytes: int) -> CheckpointInfo:
+    """Describe a manifest of `nbytes` that was published in the checkpoint's directory `url`."""
+    directory = url.rstrip("/").rpartition("/")[2]
+    step, revision = parse_name(directory) or (0, 0)
+    return info_of_manifest(
+        manifest, nbytes, name=directory, url=url, step=step, revision=revision, published=manifest.created
+    )
 
 
 def _found(directories: Mapping[str, Sequence[StoredFile]]) -> Iterator[ListedCheckpoint]:

@@ -17,8 +17,15 @@ from typing import Any, Literal
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
 from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete
-from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
-from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name, part_name
+from millrace.checkpoint.run.run_info import CheckpointInfo, paths_of
+from millrace.checkpoint.run.run_layout import (
+    ListedCheckpoint,
+    Run,
+    checkpoint_name,
+    describe_manifest,
+    parse_name,
+    part_name,
+)
 from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, SaveRequest, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, SaveResult
 from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
@@ -101,17 +108,8 @@ class _RunWriter(RankWriter):
             storage.publish(name, data, replace=True)
         else:
             super()._publish(storage, name, data, manifest)
-        self.manifest, self.info = manifest, describe(storage.url, manifest, len(data))
+        self.manifest, self.info = manifest, describe_manifest(storage.url, manifest, len(data))
         self.own_files = tuple(file.name for file in manifest.own_files)
-
-
-def describe(url: str, manifest: Manifest, nbytes: int) -> CheckpointInfo:
-    """Describe a manifest of `nbytes` that was published in the checkpoint's directory `url`."""
-    directory = url.rstrip("/").rpartition("/")[2]
-    step, revision = parse_name(directory) or (0, 0)
-    return info_of_manifest(
-        manifest, nbytes, name=directory, url=url, step=step, revision=revision, published=manifest.created
-    )
 
 
 @dataclass(kw_only=True)
@@ -553,7 +551,7 @@ class RunSaver:
             if is_over:
                 discard(storage, [*writer.own_files, part_name(self.member.rank, order.save_id)])
             raise
-        writer.manifest, writer.info = stored.manifest, describe(storage.url, stored.manifest, len(stored.data))
+        writer.manifest, writer.info = stored.manifest, describe_manifest(storage.url, stored.manifest, stored.nbytes)
 
     def join(
         self, storage: CheckpointStorage, save_id: str, before: Callable[[], None] = lambda: None

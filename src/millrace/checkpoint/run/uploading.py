@@ -16,8 +16,7 @@ from millrace.checkpoint.run.parts import SaveFailedElsewhere, join_parts, requi
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import KeepLast
-from millrace.checkpoint.run.run_info import info_of_manifest
-from millrace.checkpoint.run.run_layout import Run, parse_name, part_name, rank_of_part
+from millrace.checkpoint.run.run_layout import Run, describe_manifest, parse_name, part_name, rank_of_part
 from millrace.checkpoint.run.save_values import Member, Written
 from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
@@ -238,9 +237,7 @@ class Uploader:
         whole = self.join(far, written.save_id, publish_earlier)
         self.is_behind = False
         self._publish_near(near, whole)
-        info = info_of_manifest(
-            whole.manifest, len(whole.data), name=written.name, url="", step=0, revision=0, published=0.0
-        )
+        info = describe_manifest(far.url, whole.manifest, whole.nbytes)
         full, delta, referenced = whole.manifest.user["run"]["chunks"]
         return replace(
             written.result,

@@ -55,10 +55,8 @@ def ls(url: str, watch: bool, interval: float, endpoint_url: str | None, as_json
 
 def _single(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """One checkpoint, of Millrace or of torch."""
-    from millrace.checkpoint.format.manifest import MANIFEST_NAME
-    from millrace.checkpoint.run.run_info import info_of_manifest
-    from millrace.checkpoint.run.run_layout import parse_name
-    from millrace.checkpoint.storage.manifests import load_manifest
+    from millrace.checkpoint.run.run_layout import describe_manifest, parse_name
+    from millrace.checkpoint.storage.manifests import read_manifest
     from millrace.checkpoint.storage.storage import open_storage
     from millrace.checkpoint.tools import describe
 
@@ -75,19 +73,9 @@ def _single(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
             restore_bytes=summary.stored_bytes,
             kind="stock",
         )
-    storage = open_storage(url, options)
-    loaded = load_manifest(storage, storage.stat(MANIFEST_NAME))
-    step, revision = parse_name(name) or (None, 0)
-    info = info_of_manifest(
-        loaded.manifest,
-        loaded.nbytes,
-        name=name,
-        url=summary.url,
-        step=-1 if step is None else step,
-        revision=revision,
-        published=summary.created,
-    )
-    return {**_of_info(info, ()), "step": step}
+    stored = read_manifest(open_storage(url, options))
+    info = describe_manifest(summary.url, stored.manifest, stored.nbytes)
+    return {**_of_info(info, ()), "step": info.step if parse_name(name) else None}
 
 
 def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
