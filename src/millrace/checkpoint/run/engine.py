@@ -111,7 +111,6 @@ class SaveEngine:
                 join=lambda storage, save_id, before: self._run_saver().join(storage, save_id, before),
                 after=self._prune,
                 give_up=lambda name: self._saver.give_up(name) if self._saver is not None else None,
-                begin=self.renew_operation,
                 replicator=None if tiers.peers is None else self._replicator(tiers.peers, tiers.local, check),
             )
 
@@ -145,6 +144,7 @@ class SaveEngine:
         """Upload a save that is near, and prune. Raises errors of the places."""
         if self.uploader is None:
             raise AssertionError("without a local place there is nothing to upload")
+        self.renew_operation()
         return self.uploader.upload(written, report)
 
     def renew_operation(self) -> None:

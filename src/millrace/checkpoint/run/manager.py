@@ -399,7 +399,7 @@ class CheckpointManager:
         dry_run = flag("dry_run", dry_run)
         self._engine.renew_operation()
         with part_of(self._engine.operation):
-            return self._ranks.run_on_first(lambda: retention.prune(policy, dry_run=dry_run))
+            return self._ranks.run_on_first(lambda: retention.prune(policy, dry_run=dry_run, strict=True))
 
     # --- preemption -------------------------------------------------------------------------------
 

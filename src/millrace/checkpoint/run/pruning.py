@@ -147,16 +147,31 @@ class Retention:
     """Whether no failed save can have left files since the last pruning."""
     _warned: set[str] = field(default_factory=set)
 
-    def prune(self, policy: Policy, *, dry_run: bool = False) -> PruneReport:
-        """Prune the run. Raises as `prune` with `strict`."""
-        return self._prune(policy, dry_run=dry_run, strict=True)
+    def prune(
+        self,
+        policy: Policy,
+        *,
+        dry_run: bool = False,
+        strict: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PruneReport:
+        """Prune the run. As the function `prune`."""
+        return prune(
+            self.run,
+            policy,
+            dry_run=dry_run,
+            independent=self.independent,
+            damaged=self.damaged,
+            strict=strict,
+            progress=progress,
+        )
 
     def prune_after_save(self) -> None:
         """Prune the run by the manager's policy. A failure is an event: the next save prunes again."""
         try:
             # A policy that keeps everything can only remove leftovers of dead saves, and one look for them is enough.
             if not isinstance(self.policy, KeepAll) or not (self.is_tidy or _is_tidy(self.run.look())):
-                self._prune(self.policy)
+                self.prune(self.policy)
             self.is_tidy = True
         except MillraceError as error:
             self._report_failure(self.run, error)
@@ -174,7 +189,7 @@ class Retention:
 
         try:
             if place is self.run:
-                self._prune(self.policy, progress=count)
+                self.prune(self.policy, progress=count)
             else:
                 waiting = {upload.name for upload in pending_uploads(place, self.run)}
                 prune(place, KeepLast(self.local_keep), protected=waiting, independent=False, progress=count)
@@ -203,24 +218,6 @@ class Retention:
                 return
             self._warned.add(text)
         emit(Event(name="run.prune.failed", subject=place.url, detail=text))
-
-    def _prune(
-        self,
-        policy: Policy,
-        *,
-        dry_run: bool = False,
-        strict: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> PruneReport:
-        return prune(
-            self.run,
-            policy,
-            dry_run=dry_run,
-            independent=self.independent,
-            damaged=self.damaged,
-            strict=strict,
-            progress=progress,
-        )
 
 
 def _is_tidy(listing: RunListing) -> bool:

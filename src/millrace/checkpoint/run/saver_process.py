@@ -162,7 +162,7 @@ class SaverProcess:
             if is_new:
                 child.send(plan.plan)
                 if not plan.has_values:
-                    self._planned = self._planned_structure(staged), plan.without_items()
+                    self._planned = staged.structure, plan.without_items()
             level = logging.getLogger("millrace").getEffectiveLevel()
             # Before the message: if the saver dies, it may have published this step.
             self._known = replace(self._known, attempted=request.step)
@@ -288,11 +288,6 @@ class SaverProcess:
         planned = staged.plan or plan_save(staged.state)
         return PlannedState.of(planned, staged.state, staged.region, self._trusted_types), True
 
-    def _planned_structure(self, staged: StagedState) -> Structure:
-        if staged.structure is None:
-            raise AssertionError("the stager describes the structure")
-        return staged.structure
-
 
 class _Child:
     """One process: its connection, the thread that receives its messages, and the states that it uses."""
@@ -301,8 +296,8 @@ class _Child:
         """Raises `SaverUnavailable` if the process cannot start."""
         self._url = url
         self.death: str | None = None
-        self._unsent = ""
         """How the process has ended; None while it runs."""
+        self._unsent = ""
         self.claim = claim
         self._questions = itertools.count(1)
         # None at the end.

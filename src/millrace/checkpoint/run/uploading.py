@@ -84,10 +84,10 @@ Join = Callable[[CheckpointStorage, str, Callable[[], None]], StoredManifest]
 class Uploader:
     """Uploads saves from the local disk to the origin, in order, and copies them to other nodes. For one thread at a time.
 
-    Every rank has one. `check` is called before a manifest is published (`RunTakenError`). `join` completes a checkpoint
-    at the origin with the other ranks, as `RunSaver.join`. `give_up` is called with the name of a save that can never reach
-    the origin: no later one should build on it. `begin` is called before each upload, `after` after it. On each node one
-    rank handles the node's disk: leftovers of an earlier process, and retention there.
+    Every rank has one. `check` is called before a manifest is published (`RunTakenError`). `join` completes a checkpoint at
+    the origin with the other ranks, as `RunSaver.join`. `give_up` is called with the name of a save that can never reach the
+    origin: no later one should build on it. `after` is called after each upload. On each node one rank handles the node's
+    disk: leftovers of an earlier process, and retention there.
     """
 
     tiers: Tiers
@@ -98,7 +98,6 @@ class Uploader:
     join: Join
     after: Callable[[], None]
     give_up: Callable[[str], None]
-    begin: Callable[[], None]
     replicator: Replicator | None = None
     is_behind: bool = True
     """Whether the next upload looks for leftovers: saves of another process, or of a failed upload."""
@@ -113,7 +112,6 @@ class Uploader:
         """Upload a save, and begin its copy to other nodes. Raises errors of the places, and of other ranks."""
         began = time.monotonic()
         self._report_backlog(self._backlog_bytes + written.result.stored_bytes)
-        self.begin()
         progress = ProgressMeter(written.result.step, report)
         progress.begin("uploading", written.result.stored_bytes)
         result = written.result

@@ -61,8 +61,8 @@ class StagedState:
         seconds: float,
         give_back: Callable[[], None],
         *,
-        structure: Structure | None = None,
-        region: Region | None = None,
+        structure: Structure,
+        region: Region | None,
     ) -> None:
         self.state, self.nbytes, self.seconds = state, nbytes, seconds
         self.structure, self.region = structure, region

@@ -53,7 +53,7 @@ def uploader_of(peers: SlowPeers, member: Member, directory: Path) -> Uploader:
     replicator = Replicator(peers, local=local, origin=origin, check_claim=nothing)  # type: ignore[arg-type]
     return Uploader(
         tiers=Tiers(origin=origin, local=local), local=local, member=member, local_keep=1, check=nothing,
-        join=nothing, after=nothing, give_up=nothing, begin=nothing, replicator=replicator,  # type: ignore[arg-type]
+        join=nothing, after=nothing, give_up=nothing, replicator=replicator,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
