@@ -190,15 +190,7 @@ def write_dcp(
     previous = read_stock_metadata(storage)
     files = _Files(storage, count)
     try:
-        _save(
-            contents,
-            keys,
-            objects,
-            wrapped,
-            files,
-            lambda each: read_wrapper(contents, each, trusted_types, count),
-            count,
-        )
+        _save(contents, keys, objects, wrapped, files, trusted_types, count)
     except BaseException:
         if not files.may_be_complete():
             discard(storage, files.written)
@@ -216,7 +208,7 @@ def _save(
     objects: Sequence[str],
     wrapped: Sequence[WrappedEntry],
     files: _Files,
-    read: Callable[[WrappedEntry], Any],
+    trusted_types: Sequence[type],
     count: Callable[[int], None],
 ) -> None:
     entries = [*(contents.tensors[key] for key in keys), *(each.tensor for each in wrapped)]
@@ -226,7 +218,7 @@ def _save(
     described.update(dict.fromkeys(objects))
     writer = _Writer(contents.url)
     writer.fs = files
-    planner = _StreamingPlanner(contents, {each.tensor.key: each for each in wrapped}, read, count)
+    planner = _StreamingPlanner(contents, {each.tensor.key: each for each in wrapped}, trusted_types, count)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -245,12 +237,12 @@ class _StreamingPlanner(DefaultSavePlanner):  # type: ignore[misc]
         self,
         contents: Contents,
         wrapped: Mapping[str, WrappedEntry],
-        read: Callable[[WrappedEntry], Any],
+        trusted_types: Sequence[type],
         count: Callable[[int], None],
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._contents, self._count = contents, count
-        self._wrapped, self._read = wrapped, read
+        self._wrapped, self._trusted_types = wrapped, trusted_types
         self._values: Iterator[tuple[Box, Bytes]] | None = None
         self._early: dict[str, Any] = {}
 
@@ -274,7 +266,7 @@ class _StreamingPlanner(DefaultSavePlanner):  # type: ignore[misc]
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._contents.read_blobs([key])[0])
         if key in self._wrapped:
-            return self._read(self._wrapped[key])
+            return read_wrapper(self._contents, self._wrapped[key], self._trusted_types, self._count)
         while key not in self._early and self._values is not None:
             part, data = next(self._values)
             self._early[part.key] = as_tensor(part, data)
