@@ -120,6 +120,11 @@ class WrappedEntry(NamedTuple):
     tensor: TensorEntry
     parts: tuple[tuple[str, tuple[str, ...]], ...]
 
+    @property
+    def part_keys(self) -> tuple[str, ...]:
+        """The keys of all recipes and plain tensors."""
+        return tuple(key for recipe, leaves in self.parts for key in (recipe, *leaves))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -447,10 +452,9 @@ def _check_wrapped(manifest: Manifest) -> None:
     tensors = {entry.key for entry in manifest.tensors}
     first = len(manifest.items) - len(manifest.blobs)
     recipes = dict(zip(manifest.blobs, manifest.items["nbytes"][first:].tolist(), strict=True))
-    keys, used = [], []
+    keys = [each.tensor.key for each in manifest.wrapped]
+    used = [key for each in manifest.wrapped for key in each.part_keys]
     for entry, parts in manifest.wrapped:
-        keys.append(entry.key)
-        used += [key for recipe, leaves in parts for key in (recipe, *leaves)]
         if len(parts) != len(entry.shards) or any(
             recipe not in recipes or not tensors.issuperset(leaves) for recipe, leaves in parts
         ):

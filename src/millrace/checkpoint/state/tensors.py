@@ -298,7 +298,7 @@ def metadata_of(manifest: Manifest) -> Any:
     sizes: dict[Any, Any] = {}
     boxes: dict[Shard, Any] = {}
     # Planners handle a wrapper as one tensor.
-    parts = {key for each in manifest.wrapped for recipe, leaves in each.parts for key in (recipe, *leaves)}
+    parts = {key for each in manifest.wrapped for key in each.part_keys}
     plain = [entry for entry in manifest.tensors if entry.key not in parts] if parts else manifest.tensors
     wrapped = [each.tensor for each in manifest.wrapped]
     for kind, entries in ((TensorStorageMetadata, plain), (WrapperMetadata, wrapped)):

@@ -94,8 +94,8 @@ def export_checkpoint(
     wrapped: list[WrappedEntry] = []
     if to != "safetensors":
         # A wrapper tensor is exported as one value. Only safetensors has its plain tensors instead.
-        wrapped = [each for each in contents.wrapped.values() if not set(chosen).isdisjoint(_keys_of(each))]
-        parts = {key for each in wrapped for key in _keys_of(each)}
+        wrapped = [each for each in contents.wrapped.values() if not set(chosen).isdisjoint(each.part_keys)]
+        parts = {key for each in wrapped for key in each.part_keys}
         chosen = [key for key in chosen if key not in parts]
     tensors = [key for key in chosen if key in contents.tensors]
     objects = [key for key in chosen if key in contents.blob_bytes]
@@ -162,10 +162,6 @@ def _is_same(url: str, other: str, options: Mapping[str, Any] | None, other_opti
     with contextlib.suppress(OSError):  # not both are local directories
         return os.path.samefile(url, other)
     return run_directory(url, options) == run_directory(other, other_options)
-
-
-def _keys_of(wrapped: WrappedEntry) -> list[str]:
-    return [key for recipe, leaves in wrapped.parts for key in (recipe, *leaves)]
 
 
 class _Counter:

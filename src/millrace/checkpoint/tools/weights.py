@@ -109,16 +109,14 @@ def _device(device: torch.device | str) -> torch.device:
 
 def _selected_wrappers(contents: Contents, patterns: Sequence[str]) -> tuple[dict[str, WrappedEntry], set[str]]:
     """The selected wrapper tensors by key, and the keys of the parts of all of them."""
-    parts = {
-        key: {part for recipe, leaves in each.parts for part in (recipe, *leaves)}
-        for key, each in contents.wrapped.items()
-    }
     known = [*contents.wrapped, *contents.tensors, *contents.blob_bytes]
     selected = set(select_keys(known, patterns))
     wrapped = {
-        key: each for key, each in contents.wrapped.items() if key in selected or not selected.isdisjoint(parts[key])
+        key: each
+        for key, each in contents.wrapped.items()
+        if key in selected or not selected.isdisjoint(each.part_keys)
     }
-    return wrapped, set().union(*parts.values()) if parts else set()
+    return wrapped, {part for each in contents.wrapped.values() for part in each.part_keys}
 
 
 def _boxes(contents: Contents, entry: TensorEntry, dtype: torch.dtype | None, place: torch.device) -> Iterator[Box]:
