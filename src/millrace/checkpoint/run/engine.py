@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from millrace.checkpoint.arguments import ReadThroughMode
@@ -28,9 +27,6 @@ from millrace.errors import MillraceError
 from millrace.events import Event, emit
 from millrace.origin.base import Operation, part_of
 from millrace.runtime.failures import reason_of
-
-_MEMORY_SHARE = 0.5
-_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +80,7 @@ class SaveEngine:
     """Whether no further operation may begin a new period of the timeout."""
     retention: Retention = field(init=False)
     uploader: Uploader | None = field(init=False, default=None)
-    _saver: RunSaver | None = None
-    _state: RunState = field(default_factory=RunState)
+    _saver: RunSaver = field(init=False)
 
     def __post_init__(self) -> None:
         options, tiers = self.options, self.tiers
@@ -96,27 +91,39 @@ class SaveEngine:
             independent=options.independent,
             damaged=self.damaged,
         )
+        self._saver = RunSaver(
+            run=tiers.origin,
+            member=options.member,
+            limit=resolve_limits({"timeout": options.timeout}).timeout_seconds or DEFAULT_LIMIT_SECONDS,
+            full_every=options.full_every,
+            base_bytes=options.base_memory,
+            writer_options=options.writer_options,
+            scan=self._scan,
+            local=tiers.local,
+            near=tiers.local or (None if tiers.origin.is_remote else tiers.origin),
+            make_room=self.retention.make_room,
+            rewind=options.rewind,
+            independent=options.independent,
+            damaged=self.damaged,
+            write=self.write,
+            on_claim=self.on_claim,
+        )
         if tiers.local is not None:
-
-            def check() -> None:
-                if self._saver is not None:
-                    self._saver.check_claim()
-
             self.uploader = Uploader(
                 tiers=tiers,
                 local=tiers.local,
                 member=options.member,
                 local_keep=options.local_keep,
-                check=check,
-                join=lambda storage, save_id, before: self._run_saver().join(storage, save_id, before),
+                check=self._saver.check_claim,
+                join=self._saver.join,
                 after=self._prune,
-                give_up=lambda name: self._saver.give_up(name) if self._saver is not None else None,
-                replicator=None if tiers.peers is None else self._replicator(tiers.peers, tiers.local, check),
+                give_up=self._saver.give_up,
+                replicator=None if tiers.peers is None else self._replicator(tiers.peers, tiers.local),
             )
 
     def order(self, step: int) -> SaveOrder:
         """Decide the name and the base of the next save, on the first of several ranks. Raises as `RunSaver.order`."""
-        order = self._run_saver().order(step)
+        order = self._saver.order(step)
         replicator = None if self.uploader is None else self.uploader.replicator
         return replace(order, is_copied=replicator is not None and replicator.may_begin)
 
@@ -127,7 +134,7 @@ class SaveEngine:
         """
         progress = ProgressMeter(request.step, report)
         try:
-            written = self._run_saver().save(request, staged, progress)
+            written = self._saver.save(request, staged, progress)
         except Exception as error:
             self.retention.is_tidy = False
             if self.options.member.is_first:
@@ -153,21 +160,16 @@ class SaveEngine:
             self.operation.ended_by = None
 
     def start_over(self) -> None:
-        """After a restore: the next save is full, and may be of any step."""
-        if self._saver is None:
-            self._state.may_go_back = True
-        else:
-            self._saver.start_over()
+        """As `RunSaver.start_over`."""
+        self._saver.start_over()
 
     def give_state(self) -> tuple[RunState, LastSave | None]:
         """As `RunSaver.give_state`."""
-        if self._saver is None:
-            return replace(self._state, damaged=set(self.damaged)), None
         return self._saver.give_state()
 
     def take_state(self, state: RunState, previous: LastSave | None) -> None:
         """As `RunSaver.take_state`."""
-        self._run_saver().take_state(state, previous)
+        self._saver.take_state(state, previous)
         if self.uploader is not None:
             self.uploader.is_behind = True  # the other saver has saved near
 
@@ -175,38 +177,19 @@ class SaveEngine:
         """Release the run and the memory of the last save."""
         if self.uploader is not None:
             self.uploader.close()
-        if self._saver is not None:
-            with part_of(self.operation):
-                self._saver.close()
+        with part_of(self.operation):
+            self._saver.close()
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _run_saver(self) -> RunSaver:
-        if self._saver is None:
-            options, origin, local = self.options, self.tiers.origin, self.tiers.local
-            self._saver = RunSaver(
-                run=origin,
-                member=options.member,
-                limit=resolve_limits({"timeout": options.timeout}).timeout_seconds or DEFAULT_LIMIT_SECONDS,
-                full_every=options.full_every,
-                base_bytes=base_budget() if options.base_memory is None else options.base_memory,
-                writer_options=options.writer_options,
-                scan=self._scan,
-                local=local,
-                near=local or (None if origin.is_remote else origin),
-                make_room=self.retention.make_room,
-                rewind=options.rewind,
-                independent=options.independent,
-                damaged=self.damaged,
-                state=self._state,
-                write=self.write,
-                on_claim=self.on_claim,
-            )
-        return self._saver
-
-    def _replicator(self, peers: Peers, local: Run, check: Callable[[], None]) -> Replicator:
-        seconds = parse_timeout(self.options.timeout)
-        return Replicator(peers, local=local, origin=self.tiers.origin, check_claim=check, end_seconds=seconds)
+    def _replicator(self, peers: Peers, local: Run) -> Replicator:
+        return Replicator(
+            peers,
+            local=local,
+            origin=self.tiers.origin,
+            check_claim=self._saver.check_claim,
+            end_seconds=parse_timeout(self.options.timeout),
+        )
 
     def _prune(self) -> None:
         if self.options.member.is_first:
@@ -258,45 +241,3 @@ def _saved(url: str, result: SaveResult) -> Event:
             "blocked_seconds": blocked,
         },
     )
-
-
-# --- memory for bases -----------------------------------------------------------------------------
-
-
-def base_budget(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory for the base of the next save: half of the free memory of the machine, or of this control group.
-
-    Returns 0 where the kernel does not report free memory.
-    """
-    free = _available(proc / "meminfo")
-    return int(_MEMORY_SHARE * min(free, _left_in_group(proc / "self" / "cgroup", groups)))
-
-
-def _available(meminfo: Path) -> int:
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return 0
-    return 0
-
-
-def _left_in_group(membership: Path, groups: Path) -> int:
-    """Free bytes in the tightest of this process's control groups (version 2). Groups without a limit do not count."""
-    try:
-        name = next(line[3:].strip() for line in membership.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return _UNLIMITED
-    left = _UNLIMITED
-    directory = groups / name.strip("/")
-    for group in (directory, *directory.parents):
-        try:
-            limit = (group / "memory.max").read_text().strip()
-            if limit != "max":
-                left = min(left, max(0, int(limit) - int((group / "memory.current").read_text())))
-        except (OSError, ValueError):
-            pass  # the root has neither file; neither do machines with control groups of version 1
-        if group == groups:
-            break
-    return left

@@ -134,7 +134,7 @@ class PruneWork:
     """The steps of a pruning, in this order: remove the manifests of `plan.remove`, then `delete` (names by directory), then
     `run_files` (finished notes, temporary files). Empty directories (`empty`) are removed as well.
 
-    `leftovers` are those paths of `delete` that belong to no checkpoint; `freed_bytes` is the size of all removed files.
+    `leftovers` are those paths of `delete` that belong to no checkpoint.
     `unreadable` are checkpoints whose manifest cannot be read. They stay, with all files that they may need.
     """
 
@@ -145,10 +145,6 @@ class PruneWork:
     run_files: tuple[str, ...]
     unreadable: tuple[str, ...]
     sizes: Mapping[str, int]
-
-    @property
-    def freed_bytes(self) -> int:
-        return sum(self.sizes[path] for path in self.paths)
 
     @property
     def paths(self) -> tuple[str, ...]:

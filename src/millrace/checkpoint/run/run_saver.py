@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
@@ -49,6 +50,9 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.events import Event, emit
+
+_MEMORY_SHARE = 0.5
+_UNLIMITED = 1 << 62
 
 Write = Callable[[Staged, RankWriter, Callable[[int], None]], None]
 """Saves a staged state with a writer, and calls its last argument with the bytes of each tensor when its write begins."""
@@ -116,10 +120,11 @@ class _RunWriter(RankWriter):
 class RunSaver:
     """Saves staged states of a run. Every rank has one, and calls the same methods. For one thread at a time.
 
-    `member` is this rank, and `limit` the seconds for which it waits for the others. `scan` lists the checkpoints of the run
-    in all places. `local` is the place to write to first, if there is one. `near` is where this rank finds the stored bytes
-    of earlier saves without requests to the origin: `local`, or the run itself if it is a local directory. `rewind`: whether
-    a save may be of any step, also of one below the newest. `independent`: whether deltas are made only while the run has a
+    `member` is this rank, and `limit` the seconds for which it waits for the others. `base_bytes`: the limit of the memory
+    for the base of the next save; None: `base_budget` at the first save. `scan` lists the checkpoints of the run in all
+    places. `local` is the place to write to first, if there is one. `near` is where this rank finds the stored bytes of
+    earlier saves without requests to the origin: `local`, or the run itself if it is a local directory. `rewind`: whether a
+    save may be of any step, also of one below the newest. `independent`: whether deltas are made only while the run has a
     checkpoint that shares no file with them. `damaged` receives the names of checkpoints that were found to be damaged.
     `make_room` prunes one of the places and returns the number of removed files; it never raises. `on_claim` is called with
     each new claim. `state` is what another saver of the run continues from.
@@ -129,7 +134,7 @@ class RunSaver:
     member: Member
     limit: float
     full_every: int
-    base_bytes: int
+    base_bytes: int | None
     writer_options: Mapping[str, Any]
     scan: Callable[[], list[ListedCheckpoint]]
     local: Run | None
@@ -205,9 +210,10 @@ class RunSaver:
             self._claim.check()
 
     def start_over(self) -> None:
-        """After a restore: the next save is full, and may be of any step."""
+        """After a restore: the next save may be of any step, and is full unless it is the first one by this object."""
         self.state.may_go_back = True
-        self._drop_history()
+        if self.state.is_history_known:
+            self._drop_history()
 
     def give_up(self, name: str) -> None:
         """Record that a save on the local disk will never reach the run's URL. The next save is full. From any thread."""
@@ -569,6 +575,8 @@ class RunSaver:
 
     def _fits_in_memory(self, staged: Staged) -> bool:
         """Whether there is memory to keep this state as the base of the next save."""
+        if self.base_bytes is None:
+            self.base_bytes = base_budget()
         return self.full_every > 1 and staged.nbytes <= self.base_bytes
 
     def _add_to_history(
@@ -636,3 +644,45 @@ def _record(info: CheckpointInfo, base: Literal["previous", "anchor"]) -> SaveRe
         own_bytes=info.stored_bytes,
         restore_bytes=info.restore_bytes,
     )
+
+
+# --- memory for bases -----------------------------------------------------------------------------
+
+
+def base_budget(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory for the base of the next save: half of the free memory of the machine, or of this control group.
+
+    Returns 0 where the kernel does not report free memory.
+    """
+    free = _available(proc / "meminfo")
+    return int(_MEMORY_SHARE * min(free, _left_in_group(proc / "self" / "cgroup", groups)))
+
+
+def _available(meminfo: Path) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+    return 0
+
+
+def _left_in_group(membership: Path, groups: Path) -> int:
+    """Free bytes in the tightest of this process's control groups (version 2). Groups without a limit do not count."""
+    try:
+        name = next(line[3:].strip() for line in membership.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return _UNLIMITED
+    left = _UNLIMITED
+    directory = groups / name.strip("/")
+    for group in (directory, *directory.parents):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                left = min(left, max(0, int(limit) - int((group / "memory.current").read_text())))
+        except (OSError, ValueError):
+            pass  # the root has neither file; neither do machines with control groups of version 1
+        if group == groups:
+            break
+    return left

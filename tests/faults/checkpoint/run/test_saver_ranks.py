@@ -152,7 +152,7 @@ def cancel_a_save_of_rank_1(root: Path) -> None:
     with CheckpointManager(root / "run", timeout="60s") as run:
         run.save(1, state(1))
         if not is_first():
-            run._engine._run_saver().write = cancelled
+            run._engine._saver.write = cancelled
         if is_first():
             with pytest.raises(UsageError, match=r"a rank failed \(CancelledError"):
                 run.save(2, state(2))

@@ -421,7 +421,7 @@ def test_prune_waits_for_late_requests_of_a_dead_writer(is_remote, quiet, goes):
     listing = RunListing(checkpoints=(left,), files=(claim,))
     work = plan_work(listing, {}, KeepAll(), now=0, dead=names(6), is_remote=is_remote)
     assert work.paths == ((f"{left.name}/data-0a-0-0.millrace",) if goes else ())
-    assert work.freed_bytes == (7 if goes else 0)
+    assert sum(work.sizes[path] for path in work.paths) == (7 if goes else 0)
 
 
 # --- notes ----------------------------------------------------------------------------------------

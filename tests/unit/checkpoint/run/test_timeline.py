@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.checkpoint.run.engine import base_budget
+from millrace.checkpoint.run.run_saver import base_budget
 from millrace.checkpoint.run.timeline import newest_first, next_revision, timeline
 
 
