@@ -26,7 +26,7 @@ def _interruption(number: int) -> KeyboardInterrupt:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Call `handler` for the signals until the end of the block."""
     before = {}
     try:
@@ -54,7 +54,7 @@ def remembered() -> Iterator[None]:
         raise _interruption(number)
 
     try:
-        with _handled(interrupt):
+        with handled(interrupt):
             try:
                 yield
             finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -19,6 +18,7 @@ import click
 
 from millrace.cli.commands import GroupedCommands
 from millrace.cli.common import cache_dir_option, json_option, json_text, print_json, print_message, print_note
+from millrace.cli.interrupts import handled
 from millrace.cli.logs import log_others_to_stderr
 from millrace.config import CacheOptions, parse_addresses, parse_etcd, resolve
 from millrace.errors import ConfigurationError, PeerRefusedError, PeerSilentError, UsageError
@@ -269,15 +269,8 @@ def _signals() -> Iterator[threading.Event]:
             os._exit(128 + number)
         ended.set()
 
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup(1) sets it to be ignored
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with handled(handle):
         yield ended
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 @contextlib.contextmanager

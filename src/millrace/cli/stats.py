@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,11 +47,7 @@ def stats(interval: float, count: int, node: str | None, cache_dir: tuple[str, .
     without a cluster, this machine's cache. A node that does not respond is missing in an output.
     """
     access = cluster_access(resolve({"cache_dir": list(cache_dir) or None}), node)
-    if access is None:
-        source = _Source(None, cache_dir)
-        repeat(source.read, table_lines, interval=interval, as_json=as_json, count=count)
-        return
-    with access:
+    with access or contextlib.nullcontext():
         repeat(_Source(access, cache_dir).read, table_lines, interval=interval, as_json=as_json, count=count)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from millrace.figures import hit_ratio, size_text
 
 if TYPE_CHECKING:
     from millrace.cache.disk import Disk
-    from millrace.filesystem.cluster_access import ClusterAccess
 
 
 @click.command(cls=LibraryCommand)
@@ -111,24 +111,19 @@ def _lines(state: Mapping[str, Any]) -> list[str]:
 
 def _cluster(options: CacheOptions, address: str | None) -> dict[str, Any] | None:
     """The status of every node of the cluster; None without a cluster."""
+    from millrace.filesystem.cluster_access import statuses
+
     access = cluster_access(options, address)
     if access is None:
         return None
     with access:
-        return _status_of(access)
-
-
-def _status_of(access: ClusterAccess) -> dict[str, Any]:
-    from millrace.filesystem.cluster_access import statuses
-
-    nodes = statuses(access)
+        nodes = statuses(access)
     responding = [node for node in nodes if node["answers"]]
     names = ("used_bytes", "capacity_bytes", "objects", "complete_objects")
     totals: dict[str, Any] = {name: sum(node[name] for node in responding) for name in names}
-    counters: dict[str, int] = {}
+    counters: Counter[str] = Counter()
     for node in responding:
-        for name, value in node["counters"].items():
-            counters[name] = counters.get(name, 0) + value
+        counters.update(node["counters"])
     return {"nodes": nodes, **totals, "counters": counters}
 
 
