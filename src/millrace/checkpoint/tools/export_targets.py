@@ -8,9 +8,8 @@ import io
 import os
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from typing_extensions import Buffer
 
@@ -113,37 +112,22 @@ class _Raw(io.RawIOBase):
         return nbytes
 
 
-class FileStream(AbstractContextManager["FileStream"]):
+class FileStream(io.BufferedWriter):
     """A buffered stream for `torch.save`, over an `ObjectWriter` that the end of the block publishes or aborts."""
 
     def __init__(self, writer: ObjectWriter, count: Callable[[int], None] | None = None) -> None:
+        super().__init__(_Raw(writer, count), _BUFFER_BYTES)
         self._writer = writer
-        self._buffer = io.BufferedWriter(_Raw(writer, count), _BUFFER_BYTES)
-
-    def write(self, data: Buffer) -> int:
-        return self._buffer.write(data)
-
-    def flush(self) -> None:
-        self._buffer.flush()
 
     def close(self) -> None:
         """Does nothing: the end of the block publishes or aborts the file."""
-
-    def tell(self) -> int:
-        return self._buffer.tell()
-
-    def seekable(self) -> bool:
-        return False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if exc_type is None:
-                self._buffer.flush()
+                self.flush()
                 self._writer.close()
         finally:
             self._writer.abort()
