@@ -133,7 +133,8 @@ class Run:
     """A run's directory. Thread-safe. Makes no request before a method needs one."""
 
     def __init__(self, storage: CheckpointStorage, place: _Place) -> None:
-        self._storage = storage
+        self.storage = storage
+        """The run's own directory, for the small files in it."""
         self._place = place
         self._lock = forks.PerProcess(lambda _: threading.Lock())
         # By name: the listed manifest that was read, and its description.
@@ -145,17 +146,12 @@ class Run:
     @property
     def url(self) -> str:
         """The run's URL for messages, without secrets."""
-        return self._storage.url
-
-    @property
-    def storage(self) -> CheckpointStorage:
-        """The run's own directory, for the small files in it."""
-        return self._storage
+        return self.storage.url
 
     @property
     def is_remote(self) -> bool:
         """Whether the run is in an object store, where requests of a dead process may still be in progress."""
-        return not isinstance(self._storage, LocalStorage)
+        return not isinstance(self.storage, LocalStorage)
 
     def checkpoint(self, directory: str) -> CheckpointStorage:
         """Open a checkpoint's directory without a request. All directories of the run share connections."""
@@ -373,7 +369,7 @@ class _LocalPlace:
         for directory in self._storage.directories():
             if not directory.name.startswith(prefix) or parse_name(directory.name) is None:
                 continue
-            files = self._open(directory.name).files()
+            files = self.open(directory.name).files()
             for file in files:
                 yield Entry(directory.name, file, file.modified)
             if not files:
@@ -382,11 +378,11 @@ class _LocalPlace:
             if file.name.startswith(prefix):
                 yield Entry("", file, file.modified)
 
-    def open(self, directory: str) -> CheckpointStorage:
-        return self._open(directory)
+    def open(self, directory: str) -> LocalStorage:
+        return LocalStorage(os.path.join(self._storage.url, directory), sync=self._sync)
 
     def delete(self, directory: str, manifest: Sequence[str], files: Sequence[str]) -> None:
-        storage = self._open(directory)
+        storage = self.open(directory)
         storage.delete(manifest)
         if manifest and self._sync:
             # After a power failure there must not be a manifest whose files are gone.
@@ -394,6 +390,3 @@ class _LocalPlace:
         storage.delete(files)
         with contextlib.suppress(OSError):  # not empty: foreign files, or files that other checkpoints need
             os.rmdir(storage.url)
-
-    def _open(self, directory: str) -> LocalStorage:
-        return LocalStorage(os.path.join(self._storage.url, directory), sync=self._sync)
