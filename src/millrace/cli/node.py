@@ -96,17 +96,12 @@ def node() -> None:
 @json_option
 def run(
     listen: str | None,
-    members: str | None,
-    etcd_host: str | None,
     cache_dir: tuple[str, ...],
-    capacity: str | None,
-    min_free: str | None,
-    replicas: int | None,
-    tls: str | None,
     origins: tuple[str, ...],
     drain_seconds: float,
     public_metrics: bool,
     as_json: bool,
+    **given: Any,  # other options of a file system
 ) -> int:
     """Run a node of a cluster until SIGTERM or Ctrl-C. It then drains: the other nodes copy its blocks.
 
@@ -121,17 +116,7 @@ def run(
 
     if not 0 <= drain_seconds <= 3600:
         raise click.UsageError("--drain-seconds must be from 0 to 3600")
-    options = resolve(
-        {
-            "members": members,
-            "etcd_host": etcd_host,
-            "cache_dir": list(cache_dir) or None,
-            "capacity": capacity,
-            "min_free": min_free,
-            "replicas": replicas,
-            "tls": tls,
-        }
-    )
+    options = resolve({**given, "cache_dir": list(cache_dir) or None})
     host, port = listening_address(options, listen)
     if listen is None and options.members.startswith("etcd://") and ip_address(host).is_loopback:
         print_note(f"{host} can be reached from this machine only: set --listen to let other machines join")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from millrace.cli.commands import PlainCommand
-from millrace.cli.common import NumberRange, json_option, print_json, table, time_text
+from millrace.cli.common import F, NumberRange, json_option, print_json, table, time_text
 from millrace.cli.rates import ratio_text
 from millrace.config import parse_amount
 from millrace.errors import ConfigurationError
@@ -45,83 +46,38 @@ def _bytes(amount: str, text: str, expected: str) -> int:
     return nbytes
 
 
+def _amount(*names: str, kind: Any, metavar: str, text: str, default: Any = None) -> Callable[[F], F]:
+    """An option with an amount, which is required without a default. The default 0 stands for no limit."""
+    shown = default not in (None, "0")
+    return click.option(
+        *names, type=kind, metavar=metavar, help=text, default=default, required=default is None, show_default=shown
+    )
+
+
 _PRICE = NumberRange(min=0)
 _COUNT = click.IntRange(1, 10**9)
+_COPIES = click.IntRange(1, 16)
 
 
 @click.command(cls=PlainCommand)
-@click.option("--data", type=_size, required=True, metavar="SIZE", help="Size of the data set.")
-@click.option("--nodes", type=_COUNT, default=1, show_default=True, metavar="N", help="Number of nodes.")
-@click.option("--disk", type=_size, required=True, metavar="SIZE", help="Cache capacity of one node.")
-@click.option("--epochs", type=_COUNT, default=10, show_default=True, metavar="N", help="Epochs of the job.")
-@click.option(
-    "--replicas",
-    type=click.IntRange(1, 16),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Nodes that keep each block.",
+@_amount("--data", "data_bytes", kind=_size, metavar="SIZE", text="Size of the data set.")
+@_amount("--nodes", kind=_COUNT, metavar="N", text="Number of nodes.", default=1)
+@_amount("--disk", "disk_bytes", kind=_size, metavar="SIZE", text="Cache capacity of one node.")
+@_amount("--epochs", kind=_COUNT, metavar="N", text="Epochs of the job.", default=10)
+@_amount("--replicas", kind=_COPIES, metavar="N", text="Nodes that keep each block.", default=1)
+@_amount("--origin-rate", kind=_positive_rate, metavar="RATE", text="Storage to one node.", default="1GB/s")
+@_amount("--origin-total", kind=_rate, metavar="RATE", text="Storage to all nodes. Default: no limit.", default="0")
+@_amount("--disk-rate", kind=_positive_rate, metavar="RATE", text="Disks of one node.", default="2GB/s")
+@_amount("--network-rate", kind=_positive_rate, metavar="RATE", text="Other nodes to one node.", default="1GB/s")
+@_amount(
+    "--train-rate", kind=_rate, metavar="RATE", text="Data that one node trains on. Default: no limit.", default="0"
 )
-@click.option(
-    "--origin-rate",
-    type=_positive_rate,
-    default="1GB/s",
-    show_default=True,
-    metavar="RATE",
-    help="Storage to one node.",
-)
-@click.option(
-    "--origin-total", type=_rate, default="0", metavar="RATE", help="Storage to all nodes. Default: no limit."
-)
-@click.option(
-    "--disk-rate", type=_positive_rate, default="2GB/s", show_default=True, metavar="RATE", help="Disks of one node."
-)
-@click.option(
-    "--network-rate",
-    type=_positive_rate,
-    default="1GB/s",
-    show_default=True,
-    metavar="RATE",
-    help="Other nodes to one node.",
-)
-@click.option(
-    "--train-rate", type=_rate, default="0", metavar="RATE", help="Data that one node trains on. Default: no limit."
-)
-@click.option(
-    "--request-size", type=_size, default="8MiB", show_default=True, metavar="SIZE", help="Mean size of a request."
-)
-@click.option(
-    "--get-price", type=_PRICE, metavar="PRICE", default=0.0004, show_default=True, help="Price of 1,000 requests."
-)
-@click.option(
-    "--transfer-price",
-    type=_PRICE,
-    metavar="PRICE",
-    default=0.0,
-    show_default=True,
-    help="Price of 1 GB from the storage.",
-)
-@click.option(
-    "--node-price", type=_PRICE, metavar="PRICE", default=0.0, show_default=True, help="Price of an hour of one node."
-)
+@_amount("--request-size", "request_bytes", kind=_size, metavar="SIZE", text="Mean size of a request.", default="8MiB")
+@_amount("--get-price", kind=_PRICE, metavar="PRICE", text="Price of 1,000 requests.", default=0.0004)
+@_amount("--transfer-price", kind=_PRICE, metavar="PRICE", text="Price of 1 GB from the storage.", default=0.0)
+@_amount("--node-price", kind=_PRICE, metavar="PRICE", text="Price of an hour of one node.", default=0.0)
 @json_option
-def plan(
-    data: int,
-    nodes: int,
-    disk: int,
-    epochs: int,
-    replicas: int,
-    origin_rate: int,
-    origin_total: int,
-    disk_rate: int,
-    network_rate: int,
-    train_rate: int,
-    request_size: int,
-    get_price: float,
-    transfer_price: float,
-    node_price: float,
-    as_json: bool,
-) -> None:
+def plan(as_json: bool, **amounts: Any) -> None:
     """Estimate hit ratio, epoch time and cost of a job, with a cache and without.
 
     The estimate assumes a job that reads all data once in each epoch, in a new order, each node an equal part. It sends no
@@ -131,24 +87,10 @@ def plan(
     from millrace.planning import Workload
     from millrace.planning import plan as planned
 
-    if not data or not request_size:
-        raise click.UsageError(f"{'--request-size' if data else '--data'} must be positive")
-    work = Workload(
-        data_bytes=data,
-        nodes=nodes,
-        disk_bytes=disk,
-        epochs=epochs,
-        replicas=replicas,
-        origin_rate=origin_rate,
-        origin_total=origin_total,
-        disk_rate=disk_rate,
-        network_rate=network_rate,
-        train_rate=train_rate,
-        request_bytes=request_size,
-        get_price=get_price,
-        transfer_price=transfer_price,
-        node_price=node_price,
-    )
+    for name, option in (("data_bytes", "--data"), ("request_bytes", "--request-size")):
+        if not amounts[name]:
+            raise click.UsageError(f"{option} must be positive")
+    work = Workload(**amounts)
     result = planned(work)
     if as_json:
         content = asdict(result)
