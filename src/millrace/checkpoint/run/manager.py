@@ -637,22 +637,21 @@ class CheckpointManager:
     def _stage(self, state: Mapping[str, Any], *, is_last: bool) -> StagedState:
         """Copy the state. An error on one rank, or of an earlier save, is raised on all: none begins to save alone."""
         staged: list[StagedState] = []
-        failure: Exception | None = None
-        try:
+
+        def stage() -> StagedState:
             if is_last:
                 self._warn_of_failures()
             else:
                 self._check()
             staged.append(self._stager.stage(state))
-        except Exception as error:  # noqa: BLE001 - whatever an object's `state_dict` raises
-            failure = error
+            return staged[0]
+
         try:
-            self._ranks.raise_if_any_failed(failure)
+            return self._ranks.run_on_all(stage)
         except BaseException:
             for copy in staged:
                 copy.release()
             raise
-        return staged[0]
 
     def _join_parts(self) -> bool:
         """Join the parts of checkpoints that a crash left. Returns whether any rank has parts. A collective call."""
@@ -691,7 +690,7 @@ class CheckpointManager:
             if at_the_end:
                 raise
             text = f"{self.url} did not take a checkpoint ({error.message}); it stays on the local disk until it does"
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warnings.warn(text, RuntimeWarning, stacklevel=7)
 
     def _warn_of_failures(self) -> None:
         """Warn of failed saves whose errors were not raised yet: there may be time for one more save."""
