@@ -34,7 +34,7 @@ from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, S
 from millrace.checkpoint.run.saving import Report, SaveResult
 from millrace.checkpoint.state.arena import Region, regions
 from millrace.checkpoint.state.staging import StagedState, Structure
-from millrace.checkpoint.writing.shared_plan import SharedBase
+from millrace.checkpoint.writing.shared_plan import SharedBase, SharedPlan
 from millrace.checkpoint.writing.state_plan import PlannedState
 from millrace.errors import MillraceError, RetryableError, SaverDiedError, UsageError
 from millrace.events import Event, emit
@@ -153,16 +153,16 @@ class SaverProcess:
         try:
             try:
                 child = self._running()
-                plan, is_new = self._plan(staged)
-                objects = plan.objects_of(staged.state, self._trusted_types)
+                planned, plan = self._plan(staged)
+                objects = planned.objects_of(staged.state, self._trusted_types)
                 shared = child.share(ticket, staged)
             except BaseException:
                 staged.release()
                 raise
-            if is_new:
-                child.send(plan.plan)
+            if plan is not None:
+                child.send(plan)
                 if not plan.has_values:
-                    self._planned = staged.structure, plan.without_items()
+                    self._planned = staged.structure, planned
             level = logging.getLogger("millrace").getEffectiveLevel()
             # Before the message: if the saver dies, it may have published this step.
             self._known = replace(self._known, attempted=request.step)
@@ -279,14 +279,14 @@ class SaverProcess:
                 given_up=set(self._given_up),
             )
 
-    def _plan(self, staged: StagedState) -> tuple[PlannedState, bool]:
-        """The plan of the state, and whether it is new."""
+    def _plan(self, staged: StagedState) -> tuple[PlannedState, SharedPlan | None]:
+        """The plan of the state in this process, and that for the saver; None if the saver has it."""
         if self._planned is not None and staged.plan is None and self.knows(staged):
-            return self._planned[1], False
+            return self._planned[1], None
         # Not the former plan either, if this fails: the saver keeps only the last one.
         self._planned = None
         planned = staged.plan or plan_save(staged.state)
-        return PlannedState.of(planned, staged.state, staged.region, self._trusted_types), True
+        return PlannedState.of(planned, staged.state, staged.region, self._trusted_types)
 
 
 class _Child:

@@ -46,6 +46,11 @@ class SharedPlan:
     wrapped: dict[int, WrapperParts]
     described: Described
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the plan contains the bytes of a tensor, so that it is of no use for the next save."""
+        return any(item.where and isinstance(item.where, bytes) and item.key[1] is not None for item in self.items)
+
 
 # --- in the saver process -------------------------------------------------------------------------
 

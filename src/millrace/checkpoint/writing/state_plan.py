@@ -6,7 +6,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from millrace.checkpoint.state.arena import Region
 from millrace.checkpoint.state.flattening import Path
 from millrace.checkpoint.state.tensors import dtype_name, flat_bytes, plain_memory
 from millrace.checkpoint.state.wrappers import encode_recipe, inner_key, is_wrapper, take_apart
-from millrace.checkpoint.writing.assembly import Described
 from millrace.checkpoint.writing.bases import ItemKey
 from millrace.checkpoint.writing.packing import WrapperParts
 from millrace.checkpoint.writing.plans import describe, key_of, sources_of
@@ -41,11 +40,10 @@ class RankPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedState:
-    """A plan, and the input of later saves of the same structure in the training process: the write items of the objects,
-    and the keys on the paths to them in the state. For one thread at a time.
+    """What the saves of one structure need in the training process: the write items of the objects, and the keys on the
+    paths to them in the state. For one thread at a time.
     """
 
-    plan: SharedPlan
     objects: list[Any]
     paths: list[tuple[Any, ...]]
     # The small plain values of the last save, as `torch.save` wrote them, by their pickles. Most are equal in every save.
@@ -54,8 +52,8 @@ class PlannedState:
     @classmethod
     def of(
         cls, planned: RankPlan, state: dict[str, Any], region: Region | None, trusted_types: Sequence[type]
-    ) -> PlannedState:
-        """Describe the save of a staged state, whose tensors are in `region`, for another process.
+    ) -> tuple[PlannedState, SharedPlan]:
+        """Plan the save of a staged state, whose tensors are in `region`, in this process and for another one.
 
         Raises as a save does for values that a checkpoint cannot store.
         """
@@ -84,16 +82,7 @@ class PlannedState:
             found = _keys_of(planner.state_dict[item.index.fqn], state, path)
             paths.append(path if found is None else found)
         shared = SharedPlan(keys=keys, items=items, wrapped=wrapped, described=described)
-        return cls(plan=shared, objects=objects, paths=paths)
-
-    @property
-    def has_values(self) -> bool:
-        """Whether the plan contains the bytes of a tensor, so that it is of no use for the next save."""
-        return any(item.where and isinstance(item.where, bytes) and item.key[1] is not None for item in self.plan.items)
-
-    def without_items(self) -> PlannedState:
-        """The part that later saves need in the training process."""
-        return replace(self, plan=SharedPlan(keys=[], items=[], wrapped={}, described=Described((), (), None)))
+        return cls(objects=objects, paths=paths), shared
 
     def objects_of(self, state: Mapping[str, Any], trusted_types: Sequence[type]) -> list[bytes]:
         """The values of a state with this structure that are not tensors, as `torch.save` writes them.
