@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from millrace.checkpoint.arguments import ReadThroughMode, thread_number
-from millrace.checkpoint.format.inventory import StoredValue, inventory
+from millrace.checkpoint.format.inventory import StoredValue, inventory, item_keys
 from millrace.checkpoint.format.manifest import DTYPES, Manifest, TensorEntry, WrappedEntry
 from millrace.checkpoint.format.slices import box_runs
 from millrace.checkpoint.format.transforms import transforms_for
@@ -123,16 +123,11 @@ class ManifestContents:
         self.wrapped: Mapping[str, WrappedEntry] = {each.tensor.key: each for each in manifest.wrapped}
         self._fetcher = fetcher
         self._numbers: dict[str, int] = {}
-        number = 0
-        for entry in manifest.tensors:
-            self._numbers[entry.key] = number
-            number += len(entry.shards)
-        blob_bytes: dict[str, int] = {}
-        for key in manifest.blobs:
-            self._numbers[key] = number
-            blob_bytes[key] = int(manifest.items["nbytes"][number])
-            number += 1
-        self.blob_bytes: Mapping[str, int] = blob_bytes
+        for number, key in enumerate(item_keys(manifest)):
+            self._numbers.setdefault(key, number)
+        self.blob_bytes: Mapping[str, int] = {
+            key: int(manifest.items["nbytes"][self._numbers[key]]) for key in manifest.blobs
+        }
 
     def item(self, key: str) -> int:
         """The number of the item with this key, or of the first item of a tensor."""
