@@ -507,12 +507,10 @@ class CheckpointManager:
             self._newest_saved, self._last_save = step, (step, began)
             if tiered is not None and written.is_near:
                 # This thread waits for the upload in flight, and so does the next save.
-                tiered.continue_with(
-                    self._upload_runner.submit(
-                        step,
-                        lambda report: self._noting_failure(request.order, lambda: upload(report)),
-                        on_progress=self._on_progress,
-                    )
+                tiered.far = self._upload_runner.submit(
+                    step,
+                    lambda report: self._noting_failure(request.order, lambda: upload(report)),
+                    on_progress=self._on_progress,
                 )
             return written.result
 
@@ -524,7 +522,10 @@ class CheckpointManager:
             near = self._runner.submit(step, work, on_progress=self._on_progress, unused=unused)
         if waits_for_save:
             self._drain()
-        return near if tiered is None else tiered.begin_with(near)
+        if tiered is None:
+            return near
+        tiered.near = near
+        return tiered
 
     def _agree(self, step: int, staged: StagedState, *, is_async: bool) -> SaveOrder | Exception | None:
         """Decide with the other ranks which process saves, and the plan and the order of the save. A collective call.

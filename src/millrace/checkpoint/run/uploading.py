@@ -45,36 +45,28 @@ class TieredSave(PendingSave):
         """Ends when the checkpoint is durable on this node's disk; of several ranks, when this rank's part is, which its
         `result` describes. The result is without the upload.
         """
-        self._far: PendingSave | None = None
+        self.far: PendingSave | None = None
+        """The upload, which is set before the first part ends."""
 
     def done(self) -> bool:
-        return self.near.done() and (self._far is None or self._far.done())
+        return self.near.done() and (self.far is None or self.far.done())
 
     def result(self, timeout: float | None = None) -> SaveResult | None:
         error = self.exception(timeout)
         if error is not None:
             raise error
-        last = self.near if self._far is None else self._far
+        last = self.near if self.far is None else self.far
         return last.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         began = time.monotonic()
         error = self.near.exception(timeout)
-        if error is not None or self._far is None:
+        if error is not None or self.far is None:
             return error
-        return self._far.exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - began)))
-
-    def begin_with(self, near: PendingSave) -> TieredSave:
-        """Set the first part; returns this object."""
-        self.near = near
-        return self
-
-    def continue_with(self, far: PendingSave) -> None:
-        """Set the second part, before the first one ends."""
-        self._far = far
+        return self.far.exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - began)))
 
     def _known_error(self) -> BaseException | None:
-        return self.near._known_error() or (None if self._far is None else self._far._known_error())
+        return self.near._known_error() or (None if self.far is None else self.far._known_error())
 
 
 Join = Callable[[CheckpointStorage, str, Callable[[], None]], StoredManifest]
