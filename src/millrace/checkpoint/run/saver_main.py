@@ -179,33 +179,31 @@ class _Saver:
         staged = self._state(message.state)
         staged.plan, staged.objects = self._plan, message.objects
         report = self._report(ticket) if message.wants_progress else _ignore
-        written: Written | None = None
-        failure: Exception | None = None
+        outcome: Written | Exception
         engine.renew_operation()
         with part_of(engine.operation):
             try:
-                written = engine.save(message.request, staged, report)
+                outcome = engine.save(message.request, staged, report)
             except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
-                failure = _portable(error)
+                outcome = _portable(error)
             del staged
-            self._channel.send(protocol.Saved(ticket, written, failure, tuple(engine.damaged)))
-            if written is not None and written.is_near and engine.uploader is not None:
-                near = written  # for the type of the closure
+            self._channel.send(protocol.Saved(ticket, outcome, tuple(engine.damaged)))
+            if isinstance(outcome, Written) and outcome.is_near and engine.uploader is not None:
+                near = outcome  # for the type of the closure
                 self._uploads.submit(near.result.step, lambda _: self._upload(engine, near, ticket, report))
             else:
                 self._acknowledged.pop(ticket, None)
 
     def _upload(self, engine: SaveEngine, written: Written, ticket: int, report: Report) -> SaveResult:
-        result: SaveResult | None = None
-        failure: Exception | None = None
+        outcome: SaveResult | Exception
         try:
-            result = engine.upload(written, report)
+            outcome = engine.upload(written, report)
         except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
-            failure = _portable(error)
+            outcome = _portable(error)
         except BaseException:  # noqa: BLE001 - of a library, such as `asyncio.CancelledError`
             _fail()
         self._acknowledged.pop(ticket, None)
-        self._channel.send(protocol.Uploaded(ticket, result, failure))
+        self._channel.send(protocol.Uploaded(ticket, outcome))
         return written.result
 
     def _report(self, ticket: int) -> Report:

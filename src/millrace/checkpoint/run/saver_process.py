@@ -175,16 +175,14 @@ class SaverProcess:
         if not isinstance(found, protocol.Saved):
             raise AssertionError("a save ends with its result")
         self._damaged.update(found.damaged)
-        written = found.written
-        if found.error is not None or written is None or not written.is_near:
+        written = found.outcome
+        if isinstance(written, Exception):
             child.drop(ticket)
-        if found.error is not None:
             child.warn()
-            raise found.error
-        if written is None:
-            raise AssertionError("a save without an error has a result")
+            raise written
         self._known = replace(self._known, newest_own=parse_name(written.name), attempted=None, may_go_back=False)
         if not written.is_near:  # else at the end of the upload, which needs a thread that receives its progress
+            child.drop(ticket)
             child.warn()
         return written, functools.partial(self._upload, child, ticket, written)
 
@@ -394,11 +392,9 @@ class _Child:
         if not isinstance(found, protocol.Uploaded):
             raise AssertionError("an upload ends with its result")
         self.warn()
-        if found.error is not None:
-            raise found.error
-        if found.result is None:
-            raise AssertionError("an upload without an error has a result")
-        return found.result
+        if isinstance(found.outcome, Exception):
+            raise found.outcome
+        return found.outcome
 
     def drop(self, ticket: int) -> None:
         """Expect no further results of a save."""

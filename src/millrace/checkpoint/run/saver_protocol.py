@@ -173,8 +173,7 @@ class Saved:
     """The save has ended, with a result or an error."""
 
     ticket: int
-    written: Written | None
-    error: Exception | None
+    outcome: Written | Exception
     damaged: tuple[str, ...]
 
 
@@ -183,8 +182,7 @@ class Uploaded:
     """The upload of a save has ended, with a result or an error."""
 
     ticket: int
-    result: SaveResult | None
-    error: Exception | None
+    outcome: SaveResult | Exception
 
 
 @dataclass(frozen=True, slots=True)
