@@ -361,14 +361,15 @@ class WritingFileSystem(ListingFileSystem):
         `ObjectNotFoundError`, and `IsDirectoryError` for a directory without `recursive`. A folder marker on AWS
         (an empty object whose name ends in a slash) is not removed: obstore cannot address it.
         """
-        for item in [path] if isinstance(path, str | os.PathLike) else list(path):
-            for key in self._named(item):
-                if not recursive:
-                    self.rm_file(key)
-                elif maxdepth is None:
-                    self.rm_tree(key)
-                else:
-                    self._delete(self.find(key, maxdepth=maxdepth))
+        items = [path] if isinstance(path, str | os.PathLike) else list(path)
+        named = dict.fromkeys(key for item in items for key in self._named(item))  # before a removal: patterns overlap
+        for key in named:
+            if not recursive:
+                self.rm_file(key)
+            elif maxdepth is not None:
+                self._delete(self.find(key, maxdepth=maxdepth))
+            elif named.keys().isdisjoint(parents(key, "")):  # else it is removed with its directory
+                self.rm_tree(key)
 
     def rm_below(self, path: str) -> None:
         """Remove everything below a directory. Raises `ObjectNotFoundError` if it does not exist.
