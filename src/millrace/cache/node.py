@@ -90,7 +90,7 @@ class CacheNode:
         )
         self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
         self._weights = {str(disk.store.directory): _weight(disk, options) for disk in self._disks}
-        self._metadata, self._metadata_disk = self._remember_on_first_disk()
+        self._metadata, self._metadata_disk = self._remember_on_one_disk()
 
     def _open_disks(self) -> list[Disk]:
         """The usable disks. A disk that is full, read-only or broken is left out, with a warning.
@@ -167,13 +167,14 @@ class CacheNode:
 
     @property
     def metadata(self) -> MetadataCache | UncachedMetadata:
-        """The cached metadata, stored on the first usable disk."""
+        """The cached metadata, stored on one usable disk."""
         if self._metadata_disk is not None and self._metadata_disk.failed:
-            self._metadata, self._metadata_disk = self._remember_on_first_disk()
+            self._metadata, self._metadata_disk = self._remember_on_one_disk()
         return self._metadata
 
-    def _remember_on_first_disk(self) -> tuple[MetadataCache | UncachedMetadata, Disk | None]:
-        disk = next(iter(self.open_disks), None)
+    def _remember_on_one_disk(self) -> tuple[MetadataCache | UncachedMetadata, Disk | None]:
+        # The same disk in all processes, also if their options name the directories in another order.
+        disk = min(self.open_disks, key=lambda each: each.store.directory, default=None)
         if disk is None:
             return UncachedMetadata(lambda: self._metadata_source), None
         return self._remember_on(disk, self.options.max_age_seconds), disk

@@ -346,6 +346,25 @@ def test_recursive_removal_removes_unlisted_files_and_follows_no_link(
     assert not (data / "tx").exists()
 
 
+@pytest.mark.parametrize("names", ["t/**", ["t/s", "t/s/y", "t/x"], ["t/x", "t/*", "t/x"]], ids=str)
+def test_recursive_removal_of_names_below_each_other_removes_all(
+    names: str | list[str], fs: millrace.MillraceFileSystem, data: Path
+) -> None:
+    fs.pipe({f"{data}/t/s/y": b"1", f"{data}/t/x": b"2", f"{data}/tx": b"3"})
+    fs.rm([f"{data}/{name}" for name in ([names] if isinstance(names, str) else names)], recursive=True)
+    assert fs.find(str(data)) == [f"{data}/tx"]
+
+
+def test_write_is_seen_by_file_system_with_directories_in_another_order(data: Path, tmp_path: Path) -> None:
+    directories = [str(tmp_path / "one"), str(tmp_path / "two")]
+    options: dict[str, Any] = {"consistency": "immutable", "min_free": 0}
+    reader = millrace.filesystem("file", cache_dir=directories, **options)
+    writer = millrace.filesystem("file", cache_dir=directories[::-1], **options)
+    for content in (b"1", b"22"):
+        writer.pipe(f"{data}/x", content)
+        assert (reader.cat(f"{data}/x"), reader.du(f"{data}/x")) == (content, len(content))
+
+
 def test_rmdir_removes_only_an_empty_directory(fs: millrace.MillraceFileSystem, data: Path) -> None:
     fs.mkdir(f"{data}/empty")
     fs.pipe(f"{data}/t/x", b"1")
