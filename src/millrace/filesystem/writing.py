@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -253,7 +254,7 @@ class WritingFileSystem(ListingFileSystem):
 
         Raises `IsDirectoryError` for a directory without `recursive`, and `UsageError` for a directory into itself and for
         two files with one target. Files that were overwritten after they were copied stay: then it raises
-        `ObjectChangedError` at the end.
+        `ObjectChangedError` at the end. Local files and directories keep their modes.
         """
         if isinstance(path1, str) and not recursive and self._is_only_directory(self.key_of(path1)):
             raise IsDirectoryError(f"{self.unstrip_protocol(path1)} is a directory", next_step="pass recursive=True")
@@ -291,10 +292,16 @@ class WritingFileSystem(ListingFileSystem):
             self._changed(*files[start : start + _DELETE_KEYS])
         versions: dict[str, str] = {}
         for source, target in moves:
+            mode = _mode_of(source) if self._rooted else None  # it may be closed to other users
             if source not in directories:
                 versions[source] = self._copy(source, target)
-            elif self._rooted:
+            elif self._rooted and not os.path.isdir(target):
                 self.makedirs(target, exist_ok=True)
+            else:
+                continue
+            if mode is not None and mode != _mode_of(target):
+                with disk_errors(target):
+                    os.chmod(target, mode)
         # Of a link only the link is removed, not its target. Nothing is lost if that has changed or was moved, too.
         links += [key for key in versions if self._rooted and os.path.islink(key)]
         copied = versions.keys() - links
@@ -506,6 +513,15 @@ class WritingFileSystem(ListingFileSystem):
     def _changed(self, *keys: str) -> None:
         """Drop the cached metadata of `keys`."""
         self.node.metadata.invalidate(self._origin, *keys)
+
+
+def _mode_of(path: str) -> int | None:
+    """The mode of a local file; of a directory the mode of its copy, which its owner must fill. None if it is missing."""
+    try:
+        found = os.stat(path).st_mode
+    except OSError:
+        return None
+    return stat.S_IMODE(found) | (stat.S_IRWXU if stat.S_ISDIR(found) else 0)
 
 
 def _is_current_directory(path: str) -> bool:

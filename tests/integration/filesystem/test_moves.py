@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ def test_move_of_local_file_onto_another_of_its_names_keeps_it(target: str, tmp_
     os.symlink(tmp_path / "d", tmp_path / "link")
     fs.mv(f"{tmp_path}/d/a", f"{tmp_path}/{target}")
     assert (tmp_path / "d" / "a").read_bytes() == b"A"
+
+
+def test_move_of_local_files_and_directories_keeps_their_modes(tmp_path: Path) -> None:
+    fs = filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
+    modes = {"closed": 0o700, "closed/key": 0o600, "closed/run.sh": 0o755, "closed/shared": 0o775, "closed/full": 0o500}
+    (tmp_path / "closed" / "shared").mkdir(parents=True)
+    (tmp_path / "closed" / "full").mkdir()
+    for name in ("key", "run.sh"):
+        (tmp_path / "closed" / name).write_text(name)
+    for name, mode in modes.items():
+        (tmp_path / name).chmod(mode)
+    fs.mv(str(tmp_path / "closed"), str(tmp_path / "moved"), recursive=True)
+    fs.mv(str(tmp_path / "moved" / "key"), str(tmp_path / "moved" / "key2"))
+    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "moved").iterdir()}
+    assert found == {"key2": 0o600, "run.sh": 0o755, "shared": 0o775, "full": 0o700}
+    assert stat.S_IMODE((tmp_path / "moved").stat().st_mode) == 0o700
 
 
 def test_move_of_local_directory_takes_empty_ones_along(tmp_path: Path) -> None:
