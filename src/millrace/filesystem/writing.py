@@ -29,6 +29,7 @@ from millrace.figures import listed
 from millrace.filesystem.listing import ListingFileSystem, parents
 from millrace.filesystem.paths import names_directory
 from millrace.filesystem.uploads import CompressedUpload, UploadFile
+from millrace.origin.keys import check_readable
 from millrace.origin.side_by_side import at_late_end, side_by_side
 from millrace.runtime.failures import disk_errors
 from millrace.runtime.forks import importing
@@ -132,11 +133,12 @@ class WritingFileSystem(ListingFileSystem):
     ) -> None:
         """fsspec's, which waits without end for the rest of a local file that becomes shorter while it is read.
 
-        Raises `ObjectChangedError` for such a file, and publishes nothing.
+        Raises `ObjectChangedError` for such a file, and publishes nothing; `UsageError` for a pipe or device.
         """
         if os.path.isdir(lpath):
             self.makedirs(rpath, exist_ok=True)
             return
+        check_readable(os.path.abspath(lpath))
         if mode == "create" and self.exists(rpath):
             raise ObjectExistsError(f"{self.unstrip_protocol(rpath)} exists already", next_step="choose another name")
         with open(lpath, "rb") as file, self.open(rpath, "wb", **kwargs) as upload:

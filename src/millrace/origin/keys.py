@@ -111,11 +111,20 @@ def check_readable(path: str) -> None:
 def check_place(path: str) -> None:
     """Raise an error if no file can be created at `path`.
 
-    `IsDirectoryError` for a directory, `NotDirectoryError` below a file, `DeniedError` on a file system without files.
+    `IsDirectoryError` for a directory, `UsageError` for a pipe or device, which the file would replace, `NotDirectoryError`
+    below a file, `DeniedError` on a file system without files.
     Takes a few microseconds. For the first write to a file system it creates an unnamed file. Thread-safe.
     """
-    if os.path.isdir(path):
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # no such file; or obstore gets the same error and reports it
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode):
         raise IsDirectoryError(f"file://{path} is a directory", next_step="name a file in it")
+    if not stat.S_ISREG(mode):
+        raise UsageError(
+            f"file://{path} is not a regular file", next_step="write to pipes and devices with Python's open()"
+        )
     folder = os.path.dirname(path)
     while True:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,27 @@ def test_pipe_without_a_writer_is_an_error_at_once(tmp_path: Path) -> None:
         command, stdout=subprocess.PIPE, text=True, timeout=300, check=True
     )  # could not be interrupted
     assert done.stdout.count(f"file://{tmp_path}/pipe is not a regular file") == 4
+
+
+def test_pipe_is_not_replaced_by_a_write_and_not_uploaded(tmp_path: Path) -> None:
+    fs = millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), members="none")
+    pipe = tmp_path / "d" / "pipe"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    fs.pipe(str(tmp_path / "x"), b"1")
+    writes: list[Callable[[], object]] = [
+        lambda: fs.pipe(str(pipe), b"1"),
+        lambda: fs.open(str(pipe), "wb"),
+        lambda: fs.cp(str(tmp_path / "x"), str(pipe)),
+        lambda: fs.mv(str(tmp_path / "x"), str(pipe)),
+        lambda: fs.put(str(pipe.parent), str(tmp_path / "new"), recursive=True),  # would wait for a writer
+    ]
+    for write in writes:
+        with pytest.raises(UsageError, match="pipe is not a regular file"):
+            write()
+    assert pipe.is_fifo()
+    assert (tmp_path / "x").read_bytes() == b"1"
+    assert not (tmp_path / "new" / "pipe").exists()
 
 
 @pytest.mark.parametrize("scheme", ["smb", "dropbox"])
