@@ -23,7 +23,8 @@ _NODE_FIELDS = ("member_id", "address", "state", "version", "seconds", "used_byt
 def status_document(reports: Sequence[Report], *, address: str, now: float) -> dict[str, Any]:
     """The document of the node at `address` at the time `now` (Unix seconds).
 
-    A node that did not respond is in `nodes` with its error, and in no sum. Lists have at most a hundred rows.
+    A node that did not respond is in `nodes` with its error, and in no sum. Lists have at most a hundred rows, and one for
+    the sums of others.
     """
     responding = [report for report in reports if report["answers"]]
     nodes = [_node(report, reports) for report in reports]
@@ -108,18 +109,21 @@ def _datasets(reports: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def _jobs(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """The reads of all nodes by job and prefix, the most bytes first."""
+    """The reads of all nodes by job and prefix, the most bytes first. What is left out is added to the row without names."""
     sums: dict[tuple[str, str], dict[str, int]] = {}
     for _, row in _with_reports(reports, "jobs"):
         numbers = {name: value for name, value in row.items() if name not in ("job", "prefix")}
         key = row["job"], row["prefix"]
         sums[key] = _sums((sums.get(key, {}), numbers))
+    named = sorted(filter(any, sums), key=lambda key: -(sums[key]["cached_bytes"] + sums[key]["fetched_bytes"]))
+    if left_out := named[MOST_ROWS:]:
+        sums["", ""] = _sums([sums.get(("", ""), {}), *map(sums.pop, left_out)])
     rows: list[dict[str, Any]] = []
     for (job, prefix), numbers in sums.items():
         read = numbers["cached_bytes"] + numbers["fetched_bytes"]
         ratio = numbers["cached_bytes"] / read if read else None
         rows.append({"job": job, "prefix": prefix, **numbers, "hit_ratio": ratio})
-    return sorted(rows, key=lambda row: -(row["cached_bytes"] + row["fetched_bytes"]))[:MOST_ROWS]
+    return sorted(rows, key=lambda row: -(row["cached_bytes"] + row["fetched_bytes"]))
 
 
 def _loads(reports: Sequence[Report]) -> list[dict[str, Any]]:

@@ -137,6 +137,28 @@ def test_list_of_the_document_has_a_limited_number_of_rows(name: str) -> None:
     assert len(document(report("a", **{name: many}))[name]) == MOST_ROWS
 
 
+def test_jobs_beyond_the_most_rows_are_summed_in_the_row_without_names() -> None:
+    read = {
+        "cached_reads": 1,
+        "cached_bytes": 3,
+        "fetched_reads": 1,
+        "fetched_bytes": 1,
+        "peer_reads": 0,
+        "peer_bytes": 0,
+    }
+    many = [{"job": f"job {number}", "prefix": "s3://b/train", **read} for number in range(MOST_ROWS + 3)]
+    for others, count in (([], 3), ([{"job": "", "prefix": "", **read}], 4)):
+        rows = document(report("a", jobs=[*many, *others]))["jobs"]
+        assert len(rows) == MOST_ROWS + 1
+        (row,) = [row for row in rows if not row["job"]]
+        assert (row["prefix"], row["cached_bytes"], row["fetched_bytes"], row["hit_ratio"]) == (
+            "",
+            3 * count,
+            count,
+            0.75,
+        )
+
+
 def test_job_on_two_nodes_is_one_row_with_its_hit_ratio() -> None:
     row = {"job": "j", "prefix": "b/x", "cached_reads": 1, "cached_bytes": 30, "fetched_reads": 1, "fetched_bytes": 10}
     none = {**row, "job": "k", "cached_bytes": 0, "fetched_bytes": 0}
