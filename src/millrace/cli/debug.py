@@ -177,6 +177,9 @@ def hidden(secrets: set[str]) -> Callable[[Any], Any]:
 
     def hide(value: Any) -> Any:
         if isinstance(value, Mapping):
+            scheme = value.get("origin")
+            if scheme in ("http", "https") and "prefix" in value:  # a web address without its scheme
+                value = {**value, "prefix": hide(f"{scheme}://{value['prefix']}").partition("://")[2]}
             return {hide(str(name)): hide(each) for name, each in value.items()}
         if isinstance(value, list | tuple):
             return [hide(each) for each in value]

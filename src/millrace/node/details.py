@@ -7,9 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from millrace.cache.attribution import NO_READS, JobAndPrefix, Reads
+from millrace.cache.catalog import PlacedRule
 from millrace.cache.eviction.usage import url_of
 from millrace.cache.measures import runs_of, samples_from
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, without_queries
 from millrace.metrics import (
     BLOCKED_SECONDS,
     RAW_BYTES,
@@ -45,13 +46,19 @@ def details_of(node: NodeProcess, contents: Contents, history: History, events: 
     return {
         "history": history.rates(),
         "datasets": _largest(datasets, "nbytes"),
-        "rules": [{"url": rule.url, **rule._asdict()} for rule in contents.rules],
+        "rules": [_rule(rule) for rule in contents.rules],
         "jobs": _largest(jobs, "cached_bytes", "fetched_bytes"),
         "loads": node.jobs.running_loads(),
         "saves": saves_in(samples_from(disk.measures() for disk in cache.all_disks)),
         "runs": _runs(node),
         "events": events.newest_first(),
     }
+
+
+def _rule(rule: PlacedRule) -> dict[str, Any]:
+    """A rule without the query of a web address, which may contain a signature."""
+    url = without_queries(rule.url)
+    return {"url": url, **rule._asdict(), "prefix": rule.prefix if url == rule.url else url.partition("://")[2]}
 
 
 def _largest(rows: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:

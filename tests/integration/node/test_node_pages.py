@@ -264,6 +264,19 @@ def test_status_document_contains_reads_rules_and_events(
     assert found["loads"] == found["runs"] == []
 
 
+def test_status_document_hides_the_query_of_a_pinned_web_address(start: Start, tmp_path: Path) -> None:
+    node = start()
+    assert node.wait_here(300)
+    options: dict[str, Any] = {"cache_dir": str(tmp_path / "cache"), "members": node._options.members}
+    millrace.filesystem("https", min_free=0, cluster_token=TOKEN, **options).pin("https://host/key?signature=abc")
+    deadline = time.monotonic() + 120
+    while not (found := json.loads(text := get(node, "/status.json", token=TOKEN)[2]))["rules"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert [(rule["url"], rule["prefix"]) for rule in found["rules"]] == [("https://host/key?...", "host/key?...")]
+    assert "signature" not in text
+
+
 def test_status_document_after_the_node_has_left_shows_its_state(start: Start) -> None:
     node = start()
     assert node.wait_here(300)

@@ -157,6 +157,21 @@ def test_debug_bundle_of_a_used_cache_has_all_parts_and_no_secret(
         assert json.dumps(secret)[1:-1] not in everything
 
 
+def test_debug_bundle_hides_the_query_of_a_pinned_web_address(
+    capsys: pytest.CaptureFixture[str], configured: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "bundle.tar.gz"
+    for url in ("https://host/key?signature=abc", "s3://bucket/train"):
+        main(["limit", url, "--quota", "1GB"])
+    assert main(["debug", "bundle", "--output", str(path)]) == 0
+    assert "signature" not in "".join(contents(path).values())
+    rules = json.loads(contents(path)["status.json"])["rules"]
+    assert [(rule["url"], rule["prefix"]) for rule in rules] == [
+        ("https://host/key?...", "host/key?..."),
+        ("s3://bucket/train", "bucket/train"),
+    ]
+
+
 @pytest.mark.parametrize("place", ["variable", "file"])
 def test_debug_bundle_with_an_unusable_option_has_the_error_and_the_checks_of_the_machine(
     configured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
