@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -198,11 +199,18 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return super().get(rpath, lpath, *arguments, **kwargs)
 
     def get_file(self, rpath: str, lpath: Any = None, *arguments: Any, **kwargs: Any) -> None:
-        """fsspec's; a local file onto itself stays as it is. fsspec empties it before it is read."""
-        if self.is_rooted and isinstance(lpath, str | os.PathLike):
+        """fsspec's; a local file onto itself stays as it is. fsspec empties it before it is read.
+
+        A file that root has from `millrace files` is replaced: a write into it would change the cache.
+        """
+        if isinstance(lpath, str | os.PathLike):
             with contextlib.suppress(OSError):  # one of them does not exist
-                if os.path.samefile(self.key_of(rpath), lpath):
+                if self.is_rooted and os.path.samefile(self.key_of(rpath), lpath):
                     return
+                found = os.stat(lpath)
+                is_link = stat.S_ISREG(found.st_mode) and found.st_nlink > 1 and not found.st_mode & 0o222
+                if is_link and os.access(lpath, os.W_OK) and self.isfile(rpath):
+                    os.unlink(lpath)
         super().get_file(rpath, lpath, *arguments, **kwargs)
 
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:

@@ -289,6 +289,24 @@ def test_files_command_keeps_the_directory_until_it_is_deleted(
     assert fs.free(url) == linked + sum(size for size in SIZES.values() if size <= MIB)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write to a read-only file")
+def test_get_into_a_directory_of_files_replaces_them_and_keeps_the_cache(
+    put: Callable[..., str], s3_options: dict[str, Any], tmp_path: Path
+) -> None:
+    url, target = put(content()), tmp_path / "model"
+    fs = millrace.filesystem("s3", **s3_options)
+    with fs.local_folder(url, directory=target):
+        pass
+    with fs.open(f"{url}/model-00002.safetensors") as mapped:
+        fs.get(f"{url}/model-00001.safetensors", str(target / "model-00002.safetensors"))
+        assert mapped.read() == content()["model-00002.safetensors"]
+    with pytest.raises(ObjectNotFoundError):
+        fs.get_file(f"{url}/missing", str(target / "model-00001.safetensors"))
+    assert (target / "model-00001.safetensors").stat().st_nlink == 2
+    fs.get(f"{url}/", f"{target}/", recursive=True)
+    assert_equal(str(target), content())
+
+
 def test_files_command_on_another_file_system_needs_copies(
     put: Callable[..., str], files: Callable[..., subprocess.CompletedProcess[str]], small_disk: Path
 ) -> None:
