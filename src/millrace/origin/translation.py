@@ -239,7 +239,7 @@ def _of_local_file(error: Exception, url: str) -> MillraceError | None:
         )
     if f"(os error {errno.ENOTDIR})" in text:
         return NotDirectoryError(f"{url} is below a file, not a directory", next_step="check the name")
-    if f"(os error {errno.ELOOP})" in text:
+    if f"(os error {errno.ELOOP})" in text or "File system loop" in text:  # obstore's, for a link to a directory above
         if os.path.isdir(path := url.removeprefix("file://")):
             failed = OriginUnavailableError(
                 f"{url} contains a link that leads to itself",

@@ -173,12 +173,13 @@ def test_missing_path_raises_object_not_found(
         assert caught.value.next_step
 
 
+@pytest.mark.parametrize("target", ["self", "."])
 def test_directory_with_a_link_to_itself_is_named_as_containing_it(
-    tmp_path: Path, fs: millrace.MillraceFileSystem
+    target: str, tmp_path: Path, fs: millrace.MillraceFileSystem
 ) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "keep").write_bytes(b"a")
-    os.symlink("self", tmp_path / "d" / "self")
+    os.symlink(target, tmp_path / "d" / "self")
     for call in (fs.ls, fs.find, lambda path: list(fs.walk(path))):
         with pytest.raises(OriginUnavailableError, match="contains a link that leads to itself"):
             call(str(tmp_path / "d"))
