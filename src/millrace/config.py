@@ -440,6 +440,17 @@ def _parse_cache_dirs(value: Any, environ: Mapping[str, str]) -> tuple[Path, ...
     return tuple(dict.fromkeys(paths))
 
 
+def anchored(cache_dir: Any) -> Any:
+    """The option `cache_dir` with relative paths made absolute, for a process with another working directory.
+
+    A path that begins with `~` stays, because the home directory may differ. Raises as `absolute_path`.
+    """
+    if isinstance(cache_dir, list | tuple):
+        return [anchored(part) for part in cache_dir]
+    text = os.fspath(cache_dir) if isinstance(cache_dir, str | os.PathLike) else ""
+    return absolute_path(text) if isinstance(text, str) and text and text[0] not in "/~" else cache_dir
+
+
 def _parse_directory(part: Any) -> Path:
     if isinstance(part, str | os.PathLike):
         try:

@@ -20,7 +20,7 @@ from millrace.cache.eviction.usage import AccessRecord
 from millrace.cache.node import CacheNode
 from millrace.cache.reading.reader import CachedReader, ObjectReader, Range, bounds, read_ranges
 from millrace.cluster.attach import Attached
-from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve, unknown_names
+from millrace.config import LIMIT_NAMES, OPTION_NAMES, anchored, resolve, unknown_names
 from millrace.errors import ConfigurationError, MillraceError, ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem.files import (
     BufferedFile,
@@ -93,6 +93,8 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
             )
         given: dict[str, Any] = {**options}
         arguments = {name: given.pop(name) for name in OPTION_NAMES if name in given}
+        if "cache_dir" in arguments:  # a pickle is used by processes with other working directories
+            arguments["cache_dir"] = anchored(arguments["cache_dir"])
         WritingFileSystem.__init__(self, **_fsspec_options(given))
         self._arguments = arguments
         self._target_protocol = target_protocol

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,27 @@ def test_other_values_as_path_are_usage_errors(path: Any, cache: str) -> None:
     for call in calls:
         with pytest.raises(UsageError, match="is not a path"):
             call(path)
+
+
+@pytest.mark.parametrize("given", ["cache", Path("cache"), ["cache", "other"]], ids=["text", "path", "list"])
+def test_relative_cache_directory_is_the_same_one_in_a_process_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    fs = millrace.filesystem("file", cache_dir=given, min_free=0)
+    pickled = pickle.dumps(fs)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    received = pickle.loads(pickled)
+    assert received == fs
+    assert repr(received) == repr(fs)
+    assert str(tmp_path / "cache") in repr(received)
+
+
+def test_cache_directory_below_the_home_directory_is_that_of_the_receiver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "mine"))
+    pickled = pickle.dumps(millrace.filesystem("file", cache_dir="~/cache", min_free=0))
+    monkeypatch.setenv("HOME", str(tmp_path / "theirs"))
+    assert str(tmp_path / "theirs" / "cache") in repr(pickle.loads(pickled))
