@@ -237,6 +237,11 @@ def _of_local_file(error: Exception, url: str) -> MillraceError | None:
         return ObjectNotFoundError(
             f"{url} is not a valid object name", next_step="rename it: '#' and a number mark unfinished writes"
         )
+    if f"(os error {errno.ENAMETOOLONG})" in text:
+        return ObjectNotFoundError(
+            f"{url} is not a valid object name",
+            next_step="use a shorter one: an unfinished write adds characters to it",
+        )
     if f"(os error {errno.ENOTDIR})" in text:
         return NotDirectoryError(f"{url} is below a file, not a directory", next_step="check the name")
     if f"(os error {errno.ELOOP})" in text or "File system loop" in text:  # obstore's, for a link to a directory above

@@ -97,6 +97,14 @@ def test_error_about_local_directory_contains_its_url(tmp_path: Path) -> None:
         ObjectStoreOrigin("file", {}).list_level(str(tmp_path))
 
 
+@pytest.mark.parametrize("length", [254, 255])
+def test_write_of_a_local_name_without_room_for_a_mark_is_refused(tmp_path: Path, length: int) -> None:
+    origin = ObjectStoreOrigin("file", {})
+    with pytest.raises(ObjectNotFoundError, match="use a shorter one"):
+        origin.put(str(tmp_path / ("n" * length)), b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_local_file_named_as_an_unfinished_write_is_refused(tmp_path: Path) -> None:
     origin = ObjectStoreOrigin("file", {})
     folder = tmp_path / "run#1"
