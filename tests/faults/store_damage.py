@@ -6,6 +6,7 @@ Run as a program with a list of cases; a forked process reads in each, since LMD
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -19,6 +20,9 @@ from typing import NamedTuple
 # Before the fork, so that no case pays for it. Nothing of Millrace is opened in this process.
 from millrace.filesystem import filesystem
 from millrace.runtime import forks
+
+_LOADED_LATER = ("encodings.idna", "millrace.cache.rebuild", "millrace.origin.object_store", "obstore.store")
+"""Modules that the first use of a cache loads."""
 
 PATIENCE_SECONDS = 60
 
@@ -221,6 +225,8 @@ def main() -> None:
     """Arguments: where to make data, and a cache filled with it. Or both, a place to work in, and the cases as JSON: then
     prints as JSON each case in which something happened that must not, with what it was.
     """
+    for name in _LOADED_LATER:
+        importlib.import_module(name)
     if sys.argv[2] == "--cases":
         _run_many(Path(sys.argv[1]), int(sys.argv[3]), int(sys.argv[5]))
         return
