@@ -5,13 +5,16 @@ enough to be full most of the time. Four keys, each nearly always of its own siz
 the beginning, and after every step several of them are read. A block has 64 KiB here, and objects from 32 KiB on have files
 of their own, so that an object of six blocks is cheap.
 
-Run as a program, it tries a mutant: `python cache_machine.py MUTANT` ends with 1 when the machine finds it, which it must.
+Run as a program, it forks a small process. `python cache_machine.py MACHINE EXAMPLES STEPS` prints as JSON how often it did
+what, and `python cache_machine.py MUTANT` ends with 1 when the machine finds the mutant, which it must.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import io
+import json
+import logging
 import os
 import pickle
 import random
@@ -593,6 +596,14 @@ MUTANTS: dict[str, Callable[[ExitStack], None]] = {
 """Caches that are broken on purpose. Each must be found by a run of the size of `make test`."""
 
 
+def run_alone(machine: str, examples: str, steps: str, *random_ones: str) -> None:
+    """Run a machine with the same examples each time, or with random ones; writes to stderr only what must not happen."""
+    warnings.simplefilter("error")
+    logging.getLogger("millrace").addHandler(logging.NullHandler())
+    sizes = {"max_examples": int(examples), "stateful_step_count": int(steps)}
+    print(json.dumps(run(globals()[machine], settings(SETTINGS, **sizes, derandomize=not random_ones))))
+
+
 def main(mutant: str) -> int:
     """1 when the machine finds a wrong read in a cache that is broken this way."""
     machine = VerifyingCacheMachine if mutant == "no checksums" else CacheMachine
@@ -608,4 +619,4 @@ def main(mutant: str) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main(sys.argv[1]) if sys.argv[1] in MUTANTS else run_alone(*sys.argv[1:]))
