@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from tests.faults.store import segment_appender
+from tests.faults.store.segment_appender import data_of
 from tests.support.fork_server import ForkedProcess, node_server
 from tests.support.harms import (
     and_set_back_the_times,
@@ -31,71 +33,31 @@ from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache.node import close_nodes
-from millrace.errors import DiskFullError
 from millrace.events import Event
-from millrace.store.records import ObjectName
 from millrace.store.segment_files import data_path, generations, scan
-from millrace.store.segments import Segments
-
-
-class Table:
-    """Gives generations as a store's index does: no two alike, in any process."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def new_generation(self) -> int:
-        while True:
-            number = time.monotonic_ns()
-            try:
-                os.close(os.open(self._directory / f"taken-{number}", os.O_CREAT | os.O_EXCL))
-                return number
-            except FileExistsError:
-                pass
-
-    def add_segment(self, generation: int, group: str) -> None:
-        pass
-
-
-def data_of(number: int) -> bytes:
-    return random.Random(number).randbytes(100 + number * 97 % 3_000)
 
 
 class Appender:
     """A process that appends the objects `numbers`, in three groups, and acknowledges each."""
 
     def __init__(self, directory: Path, numbers: range) -> None:
-        self._acknowledged, theirs = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                signal.alarm(400)
-                segments = Segments(directory, Table(directory.parent), max_open=2)
-                for number in numbers:
-                    name = ObjectName("o", f"b/{number}", "v")
-                    segments.append(f"g{number % 3}", number.to_bytes(16, "big"), name, data_of(number))
-                    os.write(theirs, number.to_bytes(8, "big"))
-                code = 0
-            except DiskFullError:
-                code = 28
-            finally:
-                os._exit(code)
-        os.close(theirs)
+        arguments = (str(directory), str(numbers.start), str(numbers.stop))
+        log = directory.with_suffix(".log")
+        self._process = ForkedProcess(node_server(), segment_appender.__file__, *arguments, log=log, pipes=True)
 
     def wait_for_the_first(self) -> None:
         """Wait until it has acknowledged an object; fails when it does not get there in five minutes."""
-        blocked = Path(f"/proc/{self.pid}/wchan")
-        assert wait([self._acknowledged], 300), f"nothing yet, blocked in {blocked.read_text()}"
+        blocked = Path(f"/proc/{self._process.pid}/wchan")
+        assert wait([self._process.stdout.fileno()], 300), f"nothing yet, blocked in {blocked.read_text()}"
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        os.kill(self._process.pid, signal.SIGKILL)
 
     def end(self) -> tuple[int, set[int]]:
         """Wait for its end; returns the exit status and the acknowledged writes."""
-        with open(self._acknowledged, "rb") as pipe:
-            data = pipe.read()
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with self._process:
+            data = self._process.stdout.read()
+            status = self._process.wait(timeout=60)
         return status, {int.from_bytes(data[at : at + 8], "big") for at in range(0, len(data), 8)}
 
 
