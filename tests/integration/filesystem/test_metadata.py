@@ -1,25 +1,18 @@
-"""How many requests metadata costs: counted in front of a real S3 server, with Ray Data and many processes at once."""
+"""How many requests metadata costs: counted in front of a real S3 server, with many processes at once."""
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 import pytest
-from PIL import Image
-from tests.support.ray_sessions import start_ray
 
 import millrace
 from millrace.cache.metadata import pages
@@ -27,8 +20,6 @@ from millrace.origin import open_origin, store_listing
 from millrace.store.transactions import Writing
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
-
-_IMAGES = 1010
 
 
 @pytest.fixture
@@ -68,62 +59,6 @@ def let_everything_expire(fs: millrace.MillraceFileSystem) -> None:
             txn.put(key, bytes(value))
 
     index.meta_write(set_back, changed=True)
-
-
-def image(number: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("RGB", (8, 8), (number % 256, number // 256, 0)).save(out, "PNG")
-    return out.getvalue()
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    ray = pytest.importorskip("ray")
-    data = pytest.importorskip("ray.data")
-    start_ray(num_cpus=2, _node_ip_address="127.0.0.1")
-    data.DataContext.get_current().enable_progress_bars = False
-    yield ray
-    ray.shutdown()
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_epochs_of_ray_data_need_one_listing_per_page(
-    cluster: Any, bucket: str, s3: S3Server, region: EmulatedRegion, options: dict[str, Any]
-) -> None:
-    """1,010 images in folders, so two pages of a listing; of Parquet six files, one page.
-
-    Ray takes half a minute for an epoch of a thousand tables. The requests for more than a page of those are in
-    `test_flat_directory_of_two_pages_costs_two_listings`.
-    """
-    files = {f"{bucket}/images/{number % 7}/{number:04}.png": image(number) for number in range(_IMAGES)}
-    for number in range(6):
-        out = io.BytesIO()
-        pq.write_table(pa.table({"a": np.arange(1000) + 1000 * number}), out, row_group_size=250)
-        files[f"{bucket}/train/{number}.parquet"] = out.getvalue()
-    fill(s3, files)
-
-    def images(fs: millrace.MillraceFileSystem) -> None:
-        rows = cluster.data.read_images(f"s3://{bucket}/images", filesystem=fs).iter_rows()
-        values = sorted(int(row["image"][0, 0, 0]) + 256 * int(row["image"][0, 0, 1]) for row in rows)
-        assert values == list(range(_IMAGES))
-
-    def parquet(fs: millrace.MillraceFileSystem) -> None:
-        batches = cluster.data.read_parquet(f"s3://{bucket}/train", filesystem=fs).iter_batches()
-        assert sum(int(batch["a"].sum()) for batch in batches) == sum(range(6000))
-
-    fs = millrace.filesystem("s3", consistency="1h", **options)
-    for epoch, lists in ((parquet, 1), (images, 2)):
-        asked(region)
-        epoch(fs)
-        assert asked(region)["LIST"] == lists
-        let_everything_expire(fs)
-        epoch(fs)
-        assert asked(region) == {"LIST": lists}
-        let_everything_expire(fs)
-        epoch(millrace.filesystem("s3", consistency="immutable", **options))
-        assert asked(region) == {}
 
 
 def test_flat_directory_of_two_pages_costs_two_listings(
