@@ -22,6 +22,7 @@ from millrace.cluster.attach import close_all
 from millrace.cluster.folder import LocalNode, live_nodes
 from millrace.cluster.membership import MemberState
 from millrace.filesystem import MillraceFileSystem
+from millrace.node.figures import hit_ratio
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -35,6 +36,7 @@ pytestmark = [
 
 _FILES = 12
 _ROWS = 40_000
+_OBJECTS, _OBJECT_BYTES = 20, 100_000
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +217,26 @@ def test_epochs_over_joining_and_leaving_raylets_read_everything(
     assert _epoch(fs, bucket) == _SUM
     assert read <= origin_bytes() <= read + again() - before_epoch
     wait_until(lambda: ray.cluster_resources()["CPU"] == ray.available_resources().get("CPU"), "nothing is reserved")
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+def test_load_starts_a_node_on_every_ray_node(cluster: Raylets, s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    """Every Ray node's disk gets its share, also where nothing was read before."""
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0) as region:
+        options = {**s3.target_options, "endpoint_url": region.endpoint_url}
+        fs = millrace.filesystem("s3", options, cache_dir=str(tmp_path / "cache"), capacity="1GB", min_free=0)
+        for number in range(_OBJECTS):
+            fs.pipe_file(f"{bucket}/train/{number}.bin", os.urandom(_OBJECT_BYTES))
+        done = fs.load(f"s3://{bucket}/train")
+        assert (done.nodes, done.done_objects, done.done_bytes) == (2, _OBJECTS, _OBJECTS * _OBJECT_BYTES)
+        assert region.stats(prefix=f"/{bucket}/train/").by_kind["GET"].bytes_down == _OBJECTS * _OBJECT_BYTES
+        assert len(live_nodes(fs._options)) == 2
+        assert len(fs.cat_file(f"{bucket}/train/7.bin")) == _OBJECT_BYTES
+        again = region.stats(prefix=f"/{bucket}/train/").by_kind["GET"].bytes_down - _OBJECTS * _OBJECT_BYTES
+        assert again == 0 or (again == _OBJECT_BYTES and peer_failures(fs))  # a busy node may be too slow for a reader
+        assert hit_ratio(fs.cache_counters()) is not None
 
 
 # --- replicas of checkpoints ----------------------------------------------------------------------
