@@ -88,12 +88,13 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
     ended before.
     """
     moments = 0
+    own = sys._getframe()
 
     def interrupt(frame: FrameType, event: str, argument: object) -> None:
         nonlocal moments
         if event == "c_return" and (argument is sys.setprofile or getattr(argument, "__name__", None) == "__enter__"):
             return
-        if event in ("call", "c_return") and not _is_exempt(frame):
+        if event in ("call", "c_return") and not _is_exempt(frame, own):
             moments += 1
             if moments > number:
                 sys.setprofile(None)
@@ -111,12 +112,12 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
     return None
 
 
-def _is_exempt(frame: FrameType) -> bool:
-    """Whether the frame is that of a destructor, or was called by one or by `Thread.start`."""
+def _is_exempt(frame: FrameType, outer: FrameType) -> bool:
+    """Whether the frame is that of a destructor, or was called by one or by `Thread.start` inside `outer`."""
     if frame.f_code.co_name == "__del__":
         return True
     caller = frame.f_back
-    while caller is not None:
+    while caller is not None and caller is not outer:
         if caller.f_code is threading.Thread.start.__code__ or caller.f_code.co_name == "__del__":
             return True
         caller = caller.f_back
