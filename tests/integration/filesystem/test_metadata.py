@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-import struct
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pafs
 import pytest
+from tests.support.listed_buckets import asked, fill, let_everything_expire
 
 import millrace
-from millrace.cache.metadata import pages
 from millrace.origin import open_origin, store_listing
-from millrace.store.transactions import Writing
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -29,36 +26,8 @@ def options(s3: S3Server, region: EmulatedRegion, s3_options: dict[str, Any]) ->
     return {**s3_options, "target_options": target}
 
 
-def fill(s3: S3Server, files: dict[str, bytes]) -> None:
-    origin = open_origin("s3", s3.target_options)
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda item: origin.put(*item), files.items()))
-
-
-def asked(region: EmulatedRegion) -> dict[str, int]:
-    """Requests by kind since the last call."""
-    kinds = {kind: row.requests for kind, row in region.stats().by_kind.items() if row.requests}
-    region.reset()
-    return kinds
-
-
 def selected(fs: millrace.MillraceFileSystem, selector: pafs.FileSelector) -> list[tuple[str, pafs.FileType, int]]:
     return [(info.path, info.type, info.size) for info in fs.get_file_info(selector)]
-
-
-def let_everything_expire(fs: millrace.MillraceFileSystem) -> None:
-    """Set back when every page was requested, for all processes of the node, as if a day had gone by."""
-    index = fs.node._disks[0].store.index
-
-    def set_back(txn: Writing) -> None:
-        kept = [(bytes(key), bytearray(value)) for key, value in txn.cursor() if bytes(key[:1]) == b"P"]
-        for key, value in kept:
-            when = pages.Page(value).sent_at
-            at = bytes(value).index(struct.pack("<d", when))
-            struct.pack_into("<d", value, at, when - 86_400)
-            txn.put(key, bytes(value))
-
-    index.meta_write(set_back, changed=True)
 
 
 def test_flat_directory_of_two_pages_costs_two_listings(

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from tests.integration.filesystem.test_metadata import asked, fill, let_everything_expire
 from tests.support.azurite import AzuriteServer
 from tests.support.hub_server import HubServer
+from tests.support.listed_buckets import asked, fill, let_everything_expire
 from tests.support.ray_sessions import start_ray
 from tests.support.waiting import wait_until
 from tests.support.web_server import WebServer
