@@ -39,6 +39,8 @@ def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
         (["status", "--cache-dir", "/nonexistent-cache"], 1, "/nonexistent-cache: no cache"),
         (["status", "--watch=abc"], 2, "see 'millrace status --help'"),
         (["plan", "--json=abc"], 2, "see 'millrace plan --help'"),
+        (["plan", "--disk", "1TB"], 2, "Missing option '--data'"),
+        (["plan", "--data", "1TB"], 2, "Missing option '--disk'"),
         (["checkpoints", "ls", "--watch=abc"], 2, "see 'millrace checkpoints ls --help'"),
         (["checkpoints", "--help=abc"], 2, "see 'millrace checkpoints --help'"),
         (["status", "-q"], 2, "'-q': it goes before the command: 'millrace -q status'"),

@@ -46,11 +46,12 @@ def _bytes(amount: str, text: str, expected: str) -> int:
     return nbytes
 
 
-def _amount(*names: str, kind: Any, metavar: str, text: str, default: Any = None) -> Callable[[F], F]:
-    """An option with an amount, which is required without a default. The default 0 stands for no limit."""
-    shown = default not in (None, "0")
+def _amount(*names: str, kind: Any, metavar: str, text: str, **default: Any) -> Callable[[F], F]:
+    """An option with an amount, which is required without `default`. The default "0" stands for no limit."""
+    # To click, `default=None` is a value.
+    shown = default.get("default", "0") != "0"
     return click.option(
-        *names, type=kind, metavar=metavar, help=text, default=default, required=default is None, show_default=shown
+        *names, type=kind, metavar=metavar, help=text, required=not default, show_default=shown, **default
     )
 
 
