@@ -6,6 +6,7 @@ Torch is needed only for torch's own.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from millrace.checkpoint.arguments import ReadThroughMode, thread_number
-from millrace.checkpoint.format.inventory import StoredValue, inventory, item_keys
+from millrace.checkpoint.format.inventory import StoredValue, inventory
 from millrace.checkpoint.format.manifest import DTYPES, Manifest, TensorEntry, WrappedEntry
 from millrace.checkpoint.format.slices import box_runs
 from millrace.checkpoint.format.transforms import transforms_for
@@ -122,9 +123,10 @@ class ManifestContents:
         self.planner_data = manifest.planner_data
         self.wrapped: Mapping[str, WrappedEntry] = {each.tensor.key: each for each in manifest.wrapped}
         self._fetcher = fetcher
-        self._numbers: dict[str, int] = {}
-        for number, key in enumerate(item_keys(manifest)):
-            self._numbers.setdefault(key, number)
+        # A tensor may have no shards, and then it has no item.
+        counts = [len(entry.shards) for entry in manifest.tensors] + [1] * len(manifest.blobs)
+        keys = [*self.tensors, *manifest.blobs]
+        self._numbers = dict(zip(keys, itertools.accumulate(counts, initial=0), strict=False))
         self.blob_bytes: Mapping[str, int] = {
             key: int(manifest.items["nbytes"][self._numbers[key]]) for key in manifest.blobs
         }

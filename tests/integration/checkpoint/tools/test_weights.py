@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ from millrace.checkpoint import (
     export_checkpoint,
     load_weights,
 )
-from millrace.checkpoint.format.manifest import DTYPES, is_convertible
+from millrace.checkpoint.format.manifest import DTYPES, MANIFEST_NAME, encode_manifest, is_convertible
+from millrace.checkpoint.storage.manifests import read_manifest
+from millrace.checkpoint.storage.storage import open_storage
 from millrace.cli import main
 from millrace.errors import (
     ChangedError,
@@ -133,6 +136,21 @@ def test_load_without_weights_raises(tmp_path: Path) -> None:
         run.save(1, {"x": torch.ones(1)})
     with pytest.raises(CheckpointNotFoundError, match="this is a run: give one of its checkpoints, such as step-"):
         load_weights(tmp_path / "run")
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2,)])
+def test_tensor_without_shards_is_loaded_if_it_has_no_elements(shape: tuple[int, ...], tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(tmp_path / "c"))
+    manifest = read_manifest(open_storage(tmp_path / "c")).manifest
+    (entry,) = manifest.tensors
+    none = entry._replace(key="a", shape=shape, shards=())
+    (tmp_path / "c" / MANIFEST_NAME).write_bytes(encode_manifest(replace(manifest, tensors=(none, entry))))
+    assert torch.equal(load_weights(tmp_path / "c", "w")["w"], torch.ones(2))
+    if 0 in shape:
+        assert load_weights(tmp_path / "c")["a"].shape == shape
+        return
+    with pytest.raises(CorruptCheckpointError, match="a part of 'a' has no values"):
+        load_weights(tmp_path / "c")
 
 
 # --- Hugging Face directories ---------------------------------------------------------------------
