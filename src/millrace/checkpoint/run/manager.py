@@ -211,11 +211,9 @@ class CheckpointManager:
             self._tiers = options.open()
         self._runner, self._upload_runner = SaveRunner(), SaveRunner()
         self._damaged: set[str] = set()
-        self._engine = SaveEngine(
-            options=options,
-            tiers=self._tiers,
-            damaged=self._damaged,
-            write=save_staged,
+        # A timeout in the environment or the file of one rank may be unusable.
+        self._engine = self._ranks.run_on_all(
+            lambda: SaveEngine(options=options, tiers=self._tiers, damaged=self._damaged, write=save_staged)
         )
         # None where asynchronous saves run in this process, for this reason.
         self._saver: SaverProcess | None = None

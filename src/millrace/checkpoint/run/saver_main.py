@@ -148,17 +148,16 @@ class _Saver:
         processes.represent(message.process)
         try:
             options: EngineOptions = pickle.loads(message.options)
-            tiers = options.open()
+            self._engine = SaveEngine(
+                options=options,
+                tiers=options.open(),
+                damaged=set(),
+                write=_save_mapped,
+                on_claim=self._channel.send,
+            )
         except Exception as error:  # noqa: BLE001 - whatever a class of the user raises
             self._respond(error=UsageError(f"{type(error).__name__}: {error!s:.300}"))
             return False
-        self._engine = SaveEngine(
-            options=options,
-            tiers=tiers,
-            damaged=set(),
-            write=_save_mapped,
-            on_claim=self._channel.send,
-        )
         self._respond()
         return True
 

@@ -41,7 +41,7 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Start:
     """The first message: pickled `EngineOptions`, and the process for which the saver acts. The response is an error if the
-    options cannot be unpickled there.
+    options cannot be unpickled or used there.
     """
 
     options: bytes
@@ -101,7 +101,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class StartOver:
-    """A restore: the next save is full."""
+    """After a restore, as `RunSaver.start_over`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from millrace.checkpoint import CheckpointManager
-from millrace.errors import RetryableError, StateMismatchError, UsageError
+from millrace.errors import ConfigurationError, RetryableError, StateMismatchError, UsageError
 
 ROWS, COLUMNS = 2048, 333
 
@@ -81,6 +81,11 @@ def saves_and_restores(root: pathlib.Path) -> None:
 
 
 def one_rank_fails(root: pathlib.Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setenv("MILLRACE_TIMEOUT", "soon")
+        with pytest.raises(ConfigurationError, match="timeout='soon'"):
+            CheckpointManager(root / "run")
     with CheckpointManager(root / "run") as run:
         state = sharded(whole(1))
         run.save(1, state)
