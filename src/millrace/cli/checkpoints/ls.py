@@ -75,7 +75,7 @@ def _single(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
         )
     stored = read_manifest(open_storage(url, options))
     info = describe_manifest(summary.url, stored.manifest, stored.nbytes)
-    return {**_of_info(info, ()), "step": info.step if parse_name(name) else None}
+    return {**_of_info(info, ()), "step": info.step if parse_name(info.name) else None}
 
 
 def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
