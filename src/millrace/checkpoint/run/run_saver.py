@@ -210,7 +210,7 @@ class RunSaver:
             self._claim.check()
 
     def start_over(self) -> None:
-        """After a restore: the next save may be of any step, and is full unless it is the first one by this object."""
+        """After a restore: the next save may be of any step, and is full unless this object has decided on no save yet."""
         self.state.may_go_back = True
         if self.state.is_history_known:
             self._drop_history()

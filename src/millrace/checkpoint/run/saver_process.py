@@ -187,7 +187,7 @@ class SaverProcess:
         return written, functools.partial(self._upload, child, ticket, written)
 
     def start_over(self) -> None:
-        """After a restore: the next save is full, and may be of any step."""
+        """As `RunSaver.start_over`."""
         self._known = replace(self._known, may_go_back=True)
         # In a forked child, a thread of the parent may hold the lock of the channel without end.
         if self._child is not None and self._owner.is_this_process:
