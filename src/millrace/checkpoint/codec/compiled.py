@@ -1,13 +1,15 @@
 """The loops of `splitting.py` for 16-bit values and for halved 32-bit ones, compiled by numba.
 
 Each is one pass over memory, without the interpreter lock. They are compiled when this module is imported, for the types in
-their signatures only, because a fork must not happen meanwhile (`runtime/forks.py`). numba keeps the result next to this
-file, or in the user's cache directory. All arrays are contiguous and aligned.
+their signatures only, because a fork must not happen meanwhile (`runtime/forks.py`). They are also called then, because the
+first call with a type imports modules. numba keeps the result next to this file, or in the user's cache directory. All
+arrays are contiguous and aligned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numba
@@ -16,6 +18,9 @@ from numba import int64, uint8, uint16, uint32, void
 from numba.types import Array as ArrayType
 
 from millrace.checkpoint.codec.chunks import Array
+
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set")  # the loops would run in the interpreter
 
 _Loop = Callable[..., None]
 
@@ -29,8 +34,22 @@ def _written(element: Any) -> Any:
 
 
 def _compiled(*types: Any) -> Callable[[_Loop], _Loop]:
-    decorate: Callable[[_Loop], _Loop] = numba.njit(void(*types), nogil=True, cache=True)
-    return decorate
+    def compiled(loop: _Loop) -> _Loop:
+        fast: _Loop = numba.njit(void(*types), nogil=True, cache=True)(loop)
+        for arguments in product(*map(_examples, types)):
+            fast(*arguments)
+        return fast
+
+    return compiled
+
+
+def _examples(kind: Any) -> list[Any]:
+    """A value of each type that is passed as `kind`: arrays that are only read may be writable."""
+    if kind is int64:
+        return [0]
+    writable, readonly = np.empty(0, kind.dtype.name), np.empty(0, kind.dtype.name)
+    readonly.flags.writeable = False
+    return [writable] if kind.mutable else [writable, readonly]
 
 
 @_compiled(_read(uint16), int64, _written(uint8), _written(uint8))

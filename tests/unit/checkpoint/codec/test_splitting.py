@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -84,3 +85,37 @@ def test_loops_that_cannot_be_loaded_are_left_out_with_a_warning(
     words, loops = noise(1000, np.uint16), Loops(from_bytes=1)
     assert [loops.for_values(words) for _ in range(3)] == [None] * 3
     assert ["numpy" in record.message for record in caplog.records] == [True]
+
+
+def test_loops_are_not_loaded_where_numba_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "millrace.checkpoint.codec.compiled", raising=False)
+    monkeypatch.delattr(millrace.checkpoint.codec, "compiled", raising=False)
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    assert not Loops().load()
+    assert ["NUMBA_DISABLE_JIT" in record.message for record in caplog.records] == [True]
+
+
+def test_loops_import_nothing_once_they_are_loaded() -> None:
+    # A fork during an import leaves its lock held in the child.
+    code = """if True:
+        import sys
+        import numpy as np
+        from millrace.checkpoint.codec import splitting
+        from millrace.checkpoint.codec.chunks import Kind
+        from millrace.checkpoint.codec.planes import PlaneCodec
+
+        def code():
+            for kind, raw in ((Kind(2, True), bytes(2048)), (Kind(4, True), np.random.default_rng(0).bytes(1 << 16))):
+                stored = b"".join(PlaneCodec().encode(raw, kind))
+                PlaneCodec().decode(stored, kind, memoryview(bytearray(len(raw))))
+
+        code()
+        assert splitting.loops.load()
+        before = set(sys.modules)
+        code()
+        print(sorted(set(sys.modules) - before))
+        """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert ran.stdout.strip() == "[]"
