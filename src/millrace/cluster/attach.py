@@ -391,10 +391,15 @@ class _Attachment:
         node = node_holding(self.options)
         try:
             record = None if node is None else self._starting()
-        except OriginUnavailableError:
+        except MillraceError:
             self._starting = None  # the search after `_FOR_GOOD_SECONDS` finds it
             return None
-        return node if node is not None and record is not None and record.member_id == node.facts.member_id else None
+        if node is None or record is None:
+            return None
+        if record.member_id != node.facts.member_id:  # another node claimed the folder first
+            self._start_search()
+            return None
+        return node
 
     def _facts(self) -> NodeFacts | None:
         """The newest facts of the node behind the link, if that node is still in our cluster."""
@@ -431,7 +436,12 @@ class _Attachment:
         return facts is not None and is_held(self.views.directory)
 
     def _other_node_runs(self) -> bool:
-        """Whether a node of our cluster runs on this machine. In Ray, only Ray has the list of nodes."""
+        """Whether a node of our cluster runs on this machine. In Ray, only Ray has the list of nodes.
+
+        A forked child, which cannot use Ray, uses any node that Ray started: its parent may not have waited for it.
+        """
+        if self._by_ray and self._link is None and self.process.parents is not None:
+            return _link_without_ray(self.options, None) is not None
         if self._by_ray or self._link is None:
             return False
         with importing():
@@ -481,6 +491,8 @@ class _Attachment:
             )
             if not same and self.process is _process:  # not after `close_all`
                 self._use(link)
+        if link is not None and self._not_introduced:  # `introduce` was called meanwhile
+            self._search()
 
 
 class _Process:

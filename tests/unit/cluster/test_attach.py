@@ -24,6 +24,7 @@ from millrace.cluster.listings import ClusterListings
 from millrace.cluster.membership import Member, View
 from millrace.cluster.membership.backends import same_cluster
 from millrace.cluster.membership.etcd import EtcdMembers
+from millrace.cluster.membership.ray_records import NodeRecord
 from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, CacheOptions, resolve
 from millrace.errors import ConfigurationError
@@ -495,6 +496,53 @@ def test_client_without_etcd_reads_the_origin(options: Options, tmp_path: Path) 
         member.join(VIEW.members[0])
         wait_for(cluster_of(wanted).link.views, *VIEW.members)
         member.close()
+
+
+def test_forked_child_in_ray_uses_a_node_that_starts_later(
+    options: Options, node: Node, passing: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "is_in_ray", lambda: True)
+    monkeypatch.setattr(attach, "_process", attach._Process(parents={}))
+    assert node_for(options()).source is direct
+    node(members="auto")
+    passing(attach._ALIVE_SECONDS + 0.1)
+    assert isinstance(node_for(options()).source, ClusterSources)
+
+
+def test_origin_introduced_during_a_search_reaches_the_cluster(
+    options: Options, node: Node, passing: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "is_in_ray", lambda: True)
+    monkeypatch.setattr(attach, "_process", attach._Process(parents={}))
+    first, late = MemoryOrigin(), MemoryOrigin("late")
+    assert node_for(options(), first).source is direct
+    node(members="auto")
+    introduced: list[list[str]] = []
+
+    def searched(options: CacheOptions, *origins: Origin) -> Any:
+        introduced.append([origin.identity for origin in origins])
+        if len(introduced) == 1:
+            Attached(options, late).node  # noqa: B018 - it introduces its origin
+        return link_for(options, *origins)
+
+    monkeypatch.setattr(attach, "link_for", searched)
+    passing(attach._ALIVE_SECONDS + 0.1)
+    assert introduced == [[first.identity], [late.identity]]
+
+
+def test_process_searches_where_another_node_claimed_its_folder(
+    options: Options, node: Node, passing: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "is_in_ray", lambda: True)
+    ours = NodeRecord(directory=options().cache_dirs[0], member_id="ours")
+    monkeypatch.setattr(attach, "_start_without_waiting", lambda *_: lambda: ours)
+    searches: list[CacheOptions] = []
+    monkeypatch.setattr(attach, "link_for", lambda options, *_: searches.append(options))
+    assert node_for(options()).source is direct
+    node(members="static://127.0.0.1:7002")
+    passing(attach._LOOK_SECONDS + 0.1)
+    assert searches == [options()]
+    assert node_for(options()).source is direct
 
 
 def test_attachment_used_after_close_all_is_connected_again(options: Options) -> None:
