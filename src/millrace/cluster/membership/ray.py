@@ -172,8 +172,13 @@ def _actor(
 def _record_from(actor: Any) -> NodeRecord:
     import ray
 
+    record = actor.record.remote()
     try:
-        return NodeRecord.from_bytes(ray.get(actor.record.remote(), timeout=_START_SECONDS))
+        return NodeRecord.from_bytes(ray.get(record, timeout=_START_SECONDS))
+    except SystemExit:
+        # Another thread called `ray.shutdown`. To release a reference meanwhile would end the process.
+        _references_at_shutdown.extend((actor, record))
+        raise
     except MillraceError as error:
         # Ray wraps the actor's error in a class of its own, which does not pickle as the original.
         cause = getattr(error, "cause", None)
@@ -208,3 +213,4 @@ class _Connections:
 
 
 _connections = _Connections()
+_references_at_shutdown: list[Any] = []
