@@ -78,13 +78,21 @@ class Splitter:
 
     def split(self, words: Array, rotation: int) -> list[Array]:
         """The byte planes of `words`, lowest byte first. Each value is rotated left by `rotation` bits before."""
+        if words.itemsize == 2 and (compiled := loops.for_values(words)) is not None:
+            planes = self._planes(words)
+            compiled.split(words, rotation, *planes)
+            return planes
+        return self._split(words, rotation)
+
+    def _planes(self, words: Array, width: int = 2) -> list[Array]:
+        return list(self._array("planes", np.uint8, width * words.size).reshape(width, words.size))
+
+    def _split(self, words: Array, rotation: int) -> list[Array]:
+        """`split` by numpy."""
         # Numpy narrows several times as fast as it copies with a stride. Each step works on the whole chunk: in blocks that
         # fit a smaller cache, threads would wait longer for the interpreter lock than for memory.
         width = words.itemsize
-        planes = self._array("planes", np.uint8, width * words.size).reshape(width, words.size)
-        if width == 2 and (compiled := loops.for_values(words)) is not None:
-            compiled.split(words, rotation, planes[0], planes[1])
-            return list(planes)
+        planes = self._planes(words, width)
         for number in range(1, width):
             np.right_shift(words, 8 * number - rotation, out=planes[number], casting="unsafe")
         lowest = planes[0]
@@ -98,25 +106,30 @@ class Splitter:
                 np.left_shift(lowest, rotation, out=lowest)
                 np.right_shift(words, 8 * width - rotation, out=high, casting="unsafe")
             np.bitwise_or(lowest, high, out=lowest)
-        return list(planes)
+        return planes
 
     def split_halves(self, words: Array) -> tuple[Array, list[Array]]:
         """The lower halves of 32-bit values, and the planes of the upper ones, rotated by one bit."""
         low = self._array("low", np.uint16, words.size)
         if (compiled := loops.for_values(words)) is not None:
-            planes = self._array("planes", np.uint8, 2 * words.size).reshape(2, words.size)
-            compiled.split_halves(words, low, planes[0], planes[1])
-            return low, list(planes)
+            planes = self._planes(words)
+            compiled.split_halves(words, low, *planes)
+            return low, planes
         high = self._array("high", np.uint16, words.size)
         np.copyto(low, words, casting="unsafe")
         np.right_shift(words, 16, out=high, casting="unsafe")
-        return low, self.split(high, 1)
+        return low, self._split(high, 1)
 
     def join(self, planes: list[Array], words: Array, rotation: int) -> None:
         """The inverse of `split`, into `words`."""
         if words.itemsize == 2 and (compiled := loops.for_values(words)) is not None:
             compiled.join(*map(np.ascontiguousarray, planes), words, rotation)
-        elif words.itemsize == 8 and rotation:
+        else:
+            self._join(planes, words, rotation)
+
+    def _join(self, planes: list[Array], words: Array, rotation: int) -> None:
+        """`join` by numpy."""
+        if words.itemsize == 8 and rotation:
             self._join_wide(planes, words, rotation)
         else:
             np.copyto(words, planes[-1])
@@ -138,7 +151,7 @@ class Splitter:
             compiled.join_halves(halves, *map(np.ascontiguousarray, planes), words)
             return
         high = self._array("high", np.uint16, words.size)
-        self.join(planes, high, 1)
+        self._join(planes, high, 1)
         np.copyto(words, high)
         np.left_shift(words, 16, out=words)
         np.bitwise_or(words, halves, out=words)
