@@ -6,13 +6,13 @@ every call; a TLS socket uses those of Python.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import socket
 import ssl
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
 from typing_extensions import Buffer
 
@@ -27,47 +27,61 @@ _TLS_CHUNK_BYTES = 256 << 10
 _LINGER_SECONDS = 1.0
 
 
-class Transport(Protocol):
+class Transport(abc.ABC):
     """One connection. Not thread-safe except `shut_down`. Raises `OSError`; `TimeoutError` after a time limit."""
 
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @abc.abstractmethod
     def wait_at_most(self, seconds: float) -> None:
         """Set the time limit of `receive` for the next byte."""
-        ...
 
+    @abc.abstractmethod
     def receive(self) -> bytes:
         """Wait for bytes and return them; empty if the other side closed."""
-        ...
 
+    @abc.abstractmethod
     def receive_into(self, buffer: memoryview) -> int:
         """As `receive`, into memory."""
-        ...
 
+    @abc.abstractmethod
     def send(self, parts: Iterable[Part]) -> None:
         """Send everything, in as few packets as possible. Raises `BrokenResponseError` if a file is too short."""
-        ...
 
     def shut_down(self) -> None:
         """End both directions now, from any thread; wakes a thread that waits."""
-        ...
+        with contextlib.suppress(OSError):
+            # Of the plain socket: that of a TLS socket also ends its TLS.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def linger(self) -> None:
-        """End sending, and let the other side read everything: an abrupt close could discard it."""
-        ...
+        """End sending, and let the other side read everything: an abrupt close could discard it.
+
+        Receives and discards for a moment, however much it is: a client sends the whole body before it reads a refusal.
+        """
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            until = time.monotonic() + _LINGER_SECONDS
+            while (left := until - time.monotonic()) > 0.01:
+                self.wait_at_most(left)
+                if not self.receive():
+                    return
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
-        ...
+        self._socket.close()
 
 
-class PlainTransport:
+class PlainTransport(Transport):
     """A plain TCP connection; files are sent by `sendfile`."""
 
     def __init__(self, connection: socket.socket, *, send_seconds: float) -> None:
-        self._socket = connection
+        super().__init__(connection)
         self._descriptor = connection.fileno()
         self._limit = 0.0
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(send_seconds))
 
     def wait_at_most(self, seconds: float) -> None:
@@ -140,27 +154,14 @@ class PlainTransport:
         except BlockingIOError:
             raise TimeoutError("nothing was accepted") from None
 
-    def shut_down(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
 
-    def linger(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-            _drain(self)
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class TlsTransport:
+class TlsTransport(Transport):
     """A TLS connection; every byte passes through this process."""
 
     def __init__(self, connection: ssl.SSLSocket, *, send_seconds: float) -> None:
-        self._socket = connection
+        super().__init__(connection)
         self._send_seconds = send_seconds
         self._limit = send_seconds
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def wait_at_most(self, seconds: float) -> None:
         self._limit = seconds
@@ -207,18 +208,6 @@ class TlsTransport:
         while view:
             view = view[self._socket.send(view) :]
 
-    def shut_down(self) -> None:
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-    def linger(self) -> None:
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_WR)
-            _drain(self)
-
-    def close(self) -> None:
-        self._socket.close()
-
 
 def _instead_of_unreadable(error: OSError, nbytes: int) -> bytes:
     """Zeros in the place of bytes that the disk cannot read, which the receiver's checksum detects. It then requests the
@@ -229,12 +218,3 @@ def _instead_of_unreadable(error: OSError, nbytes: int) -> bytes:
     if error.errno not in FAILING_ERRNOS:
         raise error
     return bytes(min(nbytes, _TLS_CHUNK_BYTES))
-
-
-def _drain(transport: Transport) -> None:
-    """Receive and discard for a moment, however much it is: a client sends the whole body before it reads a refusal."""
-    until = time.monotonic() + _LINGER_SECONDS
-    while (left := until - time.monotonic()) > 0.01:
-        transport.wait_at_most(left)
-        if not transport.receive():
-            return
