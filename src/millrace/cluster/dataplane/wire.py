@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
@@ -62,35 +63,6 @@ _VALUE = re.compile(r"[\x20-\x7e\x80-\xff]*")
 _ONCE = frozenset(
     ("authorization", "content-length", "content-range", "host", "range", "expect", "connection", "transfer-encoding")
 )
-
-_REASONS = {
-    100: "Continue",
-    102: "Processing",
-    200: "OK",
-    204: "No Content",
-    206: "Partial Content",
-    400: "Bad Request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    409: "Conflict",
-    410: "Gone",
-    411: "Length Required",
-    413: "Content Too Large",
-    416: "Range Not Satisfiable",
-    417: "Expectation Failed",
-    421: "Misdirected Request",
-    424: "Failed Dependency",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    501: "Not Implemented",
-    502: "Bad Gateway",
-    503: "Service Unavailable",
-    505: "HTTP Version Not Supported",
-    507: "Insufficient Storage",
-}
 
 Span = tuple[int, int]
 """A half-open range of bytes of an object."""
@@ -523,7 +495,7 @@ def _who(host: str, token: str) -> list[tuple[str, str]]:
 def build_response(status: int, fields: Iterable[tuple[str, str]] = (), *, length: int | None = None) -> bytes:
     """The head of a response; `length` is that of its body (None without one). Raises `WireError`."""
     counted = fields if length is None else (*fields, ("Content-Length", str(length)))
-    return _build_head(f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}", counted)
+    return _build_head(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", counted)
 
 
 def build_framed_head(span: Span, size: int, *, hot: bool = False) -> bytes:
