@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 from millrace.cache.node import CacheNode, close_nodes
+from millrace.cluster.breakers import Breakers
+from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.server import PlaneServer
-from millrace.cluster.membership import Member, View
+from millrace.cluster.membership import Member, NodeLink, View
 from millrace.cluster.origins import Origins
 from millrace.cluster.serving import BlockService
 from millrace.config import resolve
@@ -39,7 +41,8 @@ def main() -> None:
             reader.read(start, min(start + (8 << 20), info.size))
         reader.close()
         described.append([origin.identity, info.key, info.version, info.size])
-    service = BlockService(node, views=_Views(), member_id=_ME, replicas=1, origins=Origins([origin]))
+    link = NodeLink(views=_Views(), folder="local", member_id=_ME, token=token)
+    service = BlockService(node, Cluster(link, breakers=Breakers(None)), Origins([origin]))
     server = PlaneServer(service, host="127.0.0.1", token=token)
     server.start()
     print(json.dumps({"address": server.address, "objects": described}), flush=True)

@@ -9,9 +9,11 @@ from tests.support.origins import MemoryOrigin
 from tests.support.wire_client import TOKEN, WireClient
 
 from millrace.cache.node import CacheNode
+from millrace.cluster.breakers import Breakers
+from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.server import PlaneServer
 from millrace.cluster.dataplane.wire import ObjectDescription
-from millrace.cluster.membership import Member, MemberState, View
+from millrace.cluster.membership import Member, MemberState, NodeLink, View
 from millrace.cluster.origins import Origins
 from millrace.cluster.serving import BlockService
 from millrace.config import resolve
@@ -58,7 +60,8 @@ class Plane:
         self.origins = Origins([self.origin] if access else [], environment=False)
         options = {"cache_dir": str(directory), "min_free": 0, "members": "none", **options}
         self.node = CacheNode(resolve(options, environ={}, file={}))
-        self.service = BlockService(self.node, views=self.views, member_id=ME, replicas=replicas, origins=self.origins)
+        link = NodeLink(views=self.views, folder="local", member_id=ME, token=TOKEN, replicas=replicas)
+        self.service = BlockService(self.node, Cluster(link, breakers=Breakers(None)), self.origins)
         self.server = PlaneServer(self.service, host="127.0.0.1", token=TOKEN, **(server or {}))
         self.address = self.server.address
 

@@ -21,13 +21,13 @@ from millrace.cache.node import CacheNode
 from millrace.cache.reading.fetching import Fetched, MakeSource, Source
 from millrace.cache.reading.reader import CachedReader, ObjectReader
 from millrace.cache.reading.threads import CALLERS_THREAD
+from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.responses import Done, Exchange, Refusal, Response
 from millrace.cluster.dataplane.stored import StoredObjects
 from millrace.cluster.dataplane.wire import ObjectDescription, Put, Span
-from millrace.cluster.membership import ViewSource
 from millrace.cluster.origins import NamedOrigin, Origins
-from millrace.cluster.placement import Placement, stripe_of
+from millrace.cluster.placement import stripe_of
 from millrace.cluster.receiving import ReceivedBytes
 from millrace.errors import (
     ChangedError,
@@ -64,21 +64,11 @@ _NOT_MINE = Refusal(status=421, message="another node owns these blocks")
 class OwnedBlocks:
     """Fetches the blocks that a node owns in its own view, and stores uploads. Thread-safe; not usable after a fork."""
 
-    def __init__(
-        self,
-        node: CacheNode,
-        objects: StoredObjects,
-        *,
-        views: ViewSource,
-        member_id: str,
-        replicas: int,
-        origins: Origins,
-    ) -> None:
+    def __init__(self, node: CacheNode, objects: StoredObjects, cluster: Cluster, origins: Origins) -> None:
         self._node = node
         self._objects = objects
-        self._views = views
-        self._member_id = member_id
-        self._replicas = replicas
+        self._cluster = cluster
+        self._member_id = cluster.link.member_id
         self._origins = origins
         self._leases = UploadLeases()
         self._budget = _Budget(_FETCHED_BYTES)
@@ -86,7 +76,6 @@ class OwnedBlocks:
         self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-serve")
         # Of its own: all threads of the other one may wait for the origin. An upload waits only for a reader of its block.
         self._keeping = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-keep")
-        self._placement = Placement(views.view(), replicas=replicas)
 
     def close(self) -> None:
         """Close the threads; fetches in progress end by themselves."""
@@ -101,9 +90,9 @@ class OwnedBlocks:
         Returns the blocks that were not stored, and the requested bytes of those of which only a part is requested.
         The requests to the origin are part of the reader's fetch `fetch_id`; empty: of a new one.
         """
-        placed = self._placed()
+        placement = self._cluster.placement()
         for stripe in {stripe_of(block * BLOCK_BYTES, what.size) for block in missing}:
-            order = placed.order(what.object_id(), stripe)[: rank + 1]
+            order = placement.order(what.object_id(), stripe)[: rank + 1]
             if all(member.id != self._member_id for member in order):
                 return _NOT_MINE
         exchange.processing()
@@ -118,8 +107,8 @@ class OwnedBlocks:
     def take_in(self, put: Put, exchange: Exchange) -> Response:
         """Store blocks that a reader uploads, each verified before it is stored."""
         what = put.what
-        members = self._placed().order(what.object_id(), stripe_of(put.start, what.size))
-        if all(member.id != self._member_id for member in members[: max(_PUT_ORDER, self._replicas)]):
+        members = self._cluster.placement().order(what.object_id(), stripe_of(put.start, what.size))
+        if all(member.id != self._member_id for member in members[: max(_PUT_ORDER, self._cluster.link.replicas)]):
             return _NOT_MINE
         received = ReceivedBytes()
         reader = self._open_reader(
@@ -229,14 +218,6 @@ class OwnedBlocks:
 
     def _relay(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
         return _RelaySource(self._node.source(origin, info, object_id, counters), counters)
-
-    # --- placement ----------------------------------------------------------------------------------
-
-    def _placed(self) -> Placement:
-        placement, view = self._placement, self._views.view()
-        if view.version != placement.view.version:
-            placement = self._placement = Placement(view, replicas=self._replicas)
-        return placement
 
 
 @dataclass(frozen=True, slots=True)

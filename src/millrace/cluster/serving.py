@@ -15,11 +15,11 @@ from typing_extensions import Buffer
 
 from millrace.cache.counters import Counters
 from millrace.cache.node import CacheNode
+from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.responses import BrokenResponseError, Content, Exchange, Part, Refusal, Response
 from millrace.cluster.dataplane.stored import StoredObject, StoredObjects
 from millrace.cluster.dataplane.wire import Get, GetMode, ObjectDescription, Put, Span
-from millrace.cluster.membership import ViewSource
 from millrace.cluster.origins import Origins
 from millrace.cluster.owning import OwnedBlocks
 from millrace.errors import StorageError, WireError
@@ -43,29 +43,14 @@ _MAX_COUNTED_BLOCKS = 1 << 15
 class BlockService:
     """Responds to requests for blocks of a node's cache. Thread-safe; not usable after a fork.
 
-    `member_id` is this node's id in `views`, which determine the blocks that it owns.
+    The placement of `cluster` determines the blocks that the node owns.
     """
 
-    def __init__(
-        self,
-        node: CacheNode,
-        *,
-        views: ViewSource,
-        member_id: str,
-        replicas: int,
-        origins: Origins,
-    ) -> None:
+    def __init__(self, node: CacheNode, cluster: Cluster, origins: Origins) -> None:
         self._node = node
         self._objects = StoredObjects(node)
         self._heat = Heat()
-        self._owning = OwnedBlocks(
-            node,
-            self._objects,
-            views=views,
-            member_id=member_id,
-            replicas=replicas,
-            origins=origins,
-        )
+        self._owning = OwnedBlocks(node, self._objects, cluster, origins)
 
     def close(self) -> None:
         """Close descriptors and threads; fetches in progress end by themselves."""

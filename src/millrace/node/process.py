@@ -173,13 +173,7 @@ class NodeProcess:
         # They end after the server, so that their clients count this node as lost, and not its share as loaded or failed.
         self.jobs = LoadJobs(loading, self._origins.find, member_id=self.member_id)
         opened.callback(self.jobs.close)
-        service = BlockService(
-            self._node,
-            views=self._membership,
-            member_id=self.member_id,
-            replicas=options.replicas,
-            origins=self._origins,
-        )
+        service = BlockService(self._node, self._cluster, self._origins)
         server = PlaneServer(service, host=self._host, port=self._port, token=self.token, tls=options.tls)
         opened.callback(server.close)
         self.address = server.address

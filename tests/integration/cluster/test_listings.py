@@ -77,10 +77,10 @@ def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
             origins.register(origin)
             serving, reading = node("serving"), node("reading")
             member_id = f"node-{number}"
-            service = BlockService(serving, views=views, member_id=member_id, replicas=1, origins=origins)
-            server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
             link = NodeLink(views=views, folder="local", member_id=member_id, token=TOKEN)
             cluster = Cluster(link, breakers=Breakers(None))
+            service = BlockService(serving, cluster, origins)
+            server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
             MetadataOwner(serving, origins, Invalidations(cluster)).add_routes(server)
             server.route("GET", "/v1/view", lambda _, cluster=cluster: cluster.link.views.view().to_json())  # type: ignore[misc]
             server.start()

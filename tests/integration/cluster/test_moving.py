@@ -75,9 +75,7 @@ class Node:
         self.store, self.reader = CacheNode(options), CacheNode(options)
         self.store.connect(source=ClusterSources(self.cluster, serving=True))
         self.reader.connect(source=ClusterSources(self.cluster))
-        service = BlockService(
-            self.store, views=views, member_id=name, replicas=replicas, origins=Origins([origin], environment=False)
-        )
+        service = BlockService(self.store, self.cluster, Origins([origin], environment=False))
         self.server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
         Inventory(self.store, replicas=replicas).add_routes(self.server)
         self.server.start()

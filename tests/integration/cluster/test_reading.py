@@ -60,13 +60,8 @@ class Node:
         self.serving.connect(source=ClusterSources(self.serving_cluster, serving=True))
         self.reading = CacheNode(self.options)
         self.reading.connect(source=ClusterSources(self.cluster))
-        service = BlockService(
-            self.serving,
-            views=nodes.views,
-            member_id=self.id,
-            replicas=nodes.replicas,
-            origins=Origins([nodes.origin] if nodes.has_access(number) else [], environment=False),
-        )
+        origins = Origins([nodes.origin] if nodes.has_access(number) else [], environment=False)
+        service = BlockService(self.serving, self.serving_cluster, origins)
         self.server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
         self.server.start()
 
