@@ -23,9 +23,8 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ class NodeFolder:
         tagged = [
             name for name in _existing(parents[0]) if tag and _read(parents[0] / f"{name}{_SUFFIX}" / "tag") == tag
         ]
-        for name in chain(tagged, _names()):
+        for name in (*tagged, LOCAL_FOLDER, *(f"node-{number}" for number in range(1, _MOST_NODES))):
             folder = cls._try(name, parents, tag)
             if folder is not None:
                 return folder
@@ -351,14 +350,6 @@ class FolderViews:
 
 
 _EMPTY = View(())
-
-
-def _names() -> Iterator[str]:
-    yield LOCAL_FOLDER
-    for number in count(1):
-        if number == _MOST_NODES:
-            return
-        yield f"node-{number}"
 
 
 def _number(name: str) -> int:
