@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 from millrace.cache.metadata.pages import Space
@@ -81,11 +82,11 @@ class ClusterListings:
         self._limit = "inf" if max_age_seconds == math.inf else repr(self._age)
 
     def head(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
-        info = self._request(origin, key, HEAD, {"key": key}, _info_of(key))
+        info = self._request(origin, key, HEAD, {"key": key}, partial(_info_of, key))
         return ORIGIN_METADATA.head(origin, key) if info is None else (info, self._age)
 
     def list_level(self, origin: Origin, prefix: str) -> tuple[Listing, float]:
-        level = self._request(origin, prefix, LEVEL, {"prefix": prefix}, _listing_of(prefix))
+        level = self._request(origin, prefix, LEVEL, {"prefix": prefix}, partial(_listing_of, prefix))
         return ORIGIN_METADATA.list_level(origin, prefix) if level is None else (level, self._age)
 
     def list_pages(
@@ -318,28 +319,20 @@ def _info(row: Any) -> ObjectInfo:
     return ObjectInfo(key, size, version, float(modified))
 
 
-def _info_of(key: str) -> Callable[[Any], ObjectInfo]:
-    """Parses metadata that must be of this key."""
-
-    def read(row: Any) -> ObjectInfo:
-        info = _info(row)
-        if info.key != key:
-            raise ValueError("the metadata of another object")
-        return info
-
-    return read
+def _info_of(key: str, row: Any) -> ObjectInfo:
+    """Parse metadata that must be of this key."""
+    info = _info(row)
+    if info.key != key:
+        raise ValueError("the metadata of another object")
+    return info
 
 
-def _listing_of(prefix: str) -> Callable[[Any], Listing]:
-    """Parses a level of this directory."""
-
-    def read(response: Any) -> Listing:
-        objects, prefixes = [_info(row) for row in response["objects"]], [str(each) for each in response["prefixes"]]
-        if not all(name.startswith(_base_of(prefix)) for name in (*(info.key for info in objects), *prefixes)):
-            raise ValueError("a level of another directory")
-        return Listing(objects, prefixes, bool(response["is_directory"]))
-
-    return read
+def _listing_of(prefix: str, response: Any) -> Listing:
+    """Parse a level of this directory."""
+    objects, prefixes = [_info(row) for row in response["objects"]], [str(each) for each in response["prefixes"]]
+    if not all(name.startswith(_base_of(prefix)) for name in (*(info.key for info in objects), *prefixes)):
+        raise ValueError("a level of another directory")
+    return Listing(objects, prefixes, bool(response["is_directory"]))
 
 
 class _ListingProgress:
