@@ -255,7 +255,7 @@ class _Move:
         while not self._stopped.is_set():
             page = self._page(member, after)
             if page is None:
-                self._note(unread=member.id)
+                self._note(unread=(member.id,))
                 return
             # Sorted, because the merge would skip offers in a wrong order.
             yield from sorted(((offer.what.object_id(), member.id, offer) for offer in page.offers), key=lambda f: f[0])
@@ -363,25 +363,11 @@ class _Move:
         detail = f"moving {shown_key(what.key)}: {error}"
         emit(Event(name="peer.failed", subject=self._members[name].address, detail=detail))
 
-    def _note(
-        self,
-        *,
-        moved_bytes: int = 0,
-        moved_objects: int = 0,
-        skipped_bytes: int = 0,
-        failed_bytes: int = 0,
-        unread: str | None = None,
-    ) -> None:
+    def _note(self, **more: int | tuple[str, ...]) -> None:
+        """Add to fields of the report."""
         with self._lock:
-            report = self.report
-            self.report = replace(
-                report,
-                moved_bytes=report.moved_bytes + moved_bytes,
-                moved_objects=report.moved_objects + moved_objects,
-                skipped_bytes=report.skipped_bytes + skipped_bytes,
-                failed_bytes=report.failed_bytes + failed_bytes,
-                unread=report.unread if unread is None else (*report.unread, unread),
-            )
+            sums = {name: getattr(self.report, name) + amount for name, amount in more.items()}
+            self.report = replace(self.report, **sums)
 
 
 def _text(report: MoveReport) -> str:
