@@ -280,14 +280,11 @@ class _Visit:
             self._cluster.record_refusal(member, error)
         if status in _ORDINARY or not isinstance(error, PeerError):
             self._cluster.breakers.worked(member.id)
-        else:
-            self._failed(member, error, busy=status == _BUSY)
-
-    def _failed(self, member: Member, error: MillraceError, *, busy: bool = False) -> None:
+            return
         self._failures += 1
         self._source.count("peer_failures")
         emit(Event(name="peer.failed", subject=member.address, detail=str(error)))
-        if busy:
+        if status == _BUSY:
             self._cluster.breakers.worked(member.id)
         else:
             self._cluster.breakers.failed(member.id)
