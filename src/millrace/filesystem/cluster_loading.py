@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,6 +170,7 @@ class _ClusterLoad:
         self._views = views
         self._client = client
         self._order = order
+        self._round = order  # with the members of the present round
         self._report = report
         self._name = uuid.uuid4().hex
         self._rounds = 0
@@ -188,7 +189,7 @@ class _ClusterLoad:
                 copies = self._run_order(replace(self._order, copies=True), reported_as=state)
                 state = replace(state, left_objects=state.left_objects + copies.left_objects)
         except BaseException:
-            self._cancel(self._shares)
+            self._cancel()
             raise
         first_missing = next((s.error.message for s in self._shares if s.numbers["missing_objects"] and s.error), "")
         return complete(state, first_missing=first_missing or "unknown")
@@ -198,7 +199,7 @@ class _ClusterLoad:
         self._begin(order)
         pause = _FIRST_POLL_SECONDS
         while True:
-            self._poll(order)
+            self._poll()
             state = self._progress()
             self._report(reported_as or state)
             self._raise_errors(state)
@@ -222,7 +223,7 @@ class _ClusterLoad:
 
     def _begin(self, order: LoadOrder) -> None:
         """Abandon the present round, and begin one with the present members."""
-        self._cancel(self._shares)
+        self._cancel()
         members = self._present()
         if not members:
             raise with_progress(
@@ -236,26 +237,23 @@ class _ClusterLoad:
         self._rounds += 1
         self._job = f"{self._name}-{self._rounds}"
         view = View.of(replace(member, state=MemberState.HERE) for member in members)
+        self._round = replace(order, members=view)
         self._shares = [_Share(member) for member in members]
-        self._start_all(replace(order, members=view))
+        self._on_running(self._start)
 
-    def _poll(self, order: LoadOrder) -> None:
-        view = View.of(replace(share.member, state=MemberState.HERE) for share in self._shares)
-        order = replace(order, members=view)
-        self._on_each(lambda share: self._poll_one(share, order), [s for s in self._shares if s.state == "running"])
+    def _poll(self) -> None:
+        def poll(share: _Share) -> None:
+            if not self._exchange(share, "GET", f"/v1/load/{self._job}"):
+                self._start(share)  # it was restarted, runs too many jobs, or has not received the order yet
 
-    def _start_all(self, order: LoadOrder) -> None:
-        self._on_each(lambda share: self._start(share, order), self._shares)
+        self._on_running(poll)
 
-    def _on_each(self, request: Callable[[_Share], None], shares: Sequence[_Share]) -> None:
-        side_by_side(request, shares, _THREADS, "millrace-load-request")
+    def _on_running(self, request: Callable[[_Share], None]) -> None:
+        running = [share for share in self._shares if share.state == "running"]
+        side_by_side(request, running, _THREADS, "millrace-load-request")
 
-    def _start(self, share: _Share, order: LoadOrder) -> None:
-        self._exchange(share, "POST", LOAD_PATH, {"job": self._job, **order.to_json()})
-
-    def _poll_one(self, share: _Share, order: LoadOrder) -> None:
-        if not self._exchange(share, "GET", f"/v1/load/{self._job}"):
-            self._start(share, order)  # it was restarted, runs too many jobs, or has not received the order yet
+    def _start(self, share: _Share) -> None:
+        self._exchange(share, "POST", LOAD_PATH, {"job": self._job, **self._round.to_json()})
 
     def _exchange(self, share: _Share, method: str, path: str, body: Any = None) -> bool:
         """Send a request to a node, and record the response. Returns whether the node has the job."""
@@ -275,7 +273,7 @@ class _ClusterLoad:
             share.update(response)
         return True
 
-    def _cancel(self, shares: Sequence[_Share]) -> None:
+    def _cancel(self) -> None:
         job = self._job
 
         def cancel(share: _Share) -> None:
@@ -284,7 +282,7 @@ class _ClusterLoad:
 
         # Also on nodes that did not respond: without TLS, one that was stopped receives this when it continues, before it
         # has fetched the objects that the others now load.
-        self._on_each(cancel, [share for share in shares if share.state == "running"])
+        self._on_running(cancel)
 
     # --- sums -------------------------------------------------------------------------------------
 
