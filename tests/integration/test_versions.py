@@ -21,7 +21,6 @@ import pytest
 from tests.support.local_cluster import LocalCluster, LocalNode
 from tests.support.waiting import wait_until
 
-from millrace.cluster.membership import Member
 from millrace.origin import open_origin
 from millrace.testing.s3 import S3Server
 
@@ -138,7 +137,7 @@ def read(version: Version, cluster: LocalCluster, node: LocalNode, names: list[s
 
 def versions_of(cluster: LocalCluster, node: LocalNode) -> dict[str, str]:
     """The versions of all nodes, in the status of one."""
-    status = cluster.client.call(Member(id=node.address, address=node.address), "GET", "/v1/status")
+    status = cluster.client.call(node.address, "GET", "/v1/status")
     return {node.address: str(status["version"])}
 
 

@@ -187,7 +187,7 @@ class LocalCluster:
         deadline = time.monotonic() + _START_SECONDS
         while True:
             with contextlib.suppress(OSError):
-                members = self.client.call(self.member(node), "GET", "/v1/view")["members"]
+                members = self.client.call(self.member(node).address, "GET", "/v1/view")["members"]
                 if any(each["address"] == node.address and each["state"] == state for each in members):
                     return
             if not node.is_running:

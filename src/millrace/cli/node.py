@@ -350,10 +350,10 @@ def drain(address: str | None, seconds: float, cache_dir: tuple[str, ...], as_js
         address = _node_here(options)
     started = time.monotonic()
     with access_through(address, options) as cluster:
-        cluster.client.call_address(address, "POST", "/v1/drain", {"seconds": seconds}, deadline=_ACCEPT_SECONDS)
+        cluster.client.call(address, "POST", "/v1/drain", {"seconds": seconds}, deadline=_ACCEPT_SECONDS)
         try:
             ended = _wait_until_left(
-                lambda: cluster.client.call_address(address, "GET", "/v1/status", deadline=5.0),
+                lambda: cluster.client.call(address, "GET", "/v1/status", deadline=5.0),
                 started + seconds + _GRACE_SECONDS,
             )
         except KeyboardInterrupt:

@@ -201,7 +201,7 @@ def _resize_there(size: str | None, address: str) -> list[dict[str, Any]]:
     if size is not None:
         parse_amount(size, option="size")
     with access_through(address, resolve({})) as cluster:
-        rows: list[dict[str, Any]] = cluster.client.call_address(
+        rows: list[dict[str, Any]] = cluster.client.call(
             address, "POST", "/v1/limits", {"capacity": size}, deadline=30.0
         )["disks"]
     return rows

@@ -108,7 +108,7 @@ class Cluster:
     def _probe(self, member: Member) -> None:
         try:
             self.client.require_version(member)
-            self.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)
+            self.client.call(member.address, "GET", "/v1/view", deadline=SILENCE_SECONDS)
         except PeerRefusedError as error:
             self.record_refusal(member, error)
             if error.status in (_WRONG_VERSION, _UNAUTHORIZED):

@@ -122,7 +122,7 @@ class Invalidations:
                 body = {"origin": identity, "keys": batch, "missed": [*missed]}
                 deadline = SILENCE_SECONDS + len(batch) * _KEY_SECONDS
                 response = self._cluster.client.call(
-                    member, "POST", FORGET, body, deadline=deadline, working_seconds=_WORKING_SECONDS
+                    member.address, "POST", FORGET, body, deadline=deadline, working_seconds=_WORKING_SECONDS
                 )
         except PeerError as error:
             record_failure(self._cluster, member, error)
@@ -137,7 +137,7 @@ class Invalidations:
             version = versions.get(member.id)
             if version and version != mine.version and version not in found:
                 try:
-                    response = self._cluster.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)
+                    response = self._cluster.client.call(member.address, "GET", "/v1/view", deadline=SILENCE_SECONDS)
                     found[version] = View.from_json(response)
                 except (PeerError, DamagedError) as error:
                     record_failure(self._cluster, member, error)

@@ -142,7 +142,9 @@ class ClusterListings:
             if not self._cluster.is_available(member):
                 continue
             try:
-                response = self._cluster.client.call(member, "GET", path, query=arguments, deadline=SILENCE_SECONDS)
+                response = self._cluster.client.call(
+                    member.address, "GET", path, query=arguments, deadline=SILENCE_SECONDS
+                )
                 self._cluster.breakers.worked(member.id)
                 return read(response)
             except PeerError as error:

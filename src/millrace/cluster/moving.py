@@ -270,7 +270,7 @@ class _Move:
                 return None
             try:
                 path = f"/v1/inventory/{self._me}"
-                response = self._cluster.client.call(member, "POST", path, body, deadline=_PAGE_SECONDS)
+                response = self._cluster.client.call(member.address, "POST", path, body, deadline=_PAGE_SECONDS)
                 self._cluster.breakers.worked(member.id)
                 return InventoryPage.from_json(response)
             except PeerSilentError:

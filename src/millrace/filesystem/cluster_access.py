@@ -55,7 +55,7 @@ class PolledViews:
                 continue  # try the next one
 
     def _request(self, address: str) -> View:
-        return View.from_json(self._client.call_address(address, "GET", "/v1/view", deadline=_DEADLINE_SECONDS))
+        return View.from_json(self._client.call(address, "GET", "/v1/view", deadline=_DEADLINE_SECONDS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def _request_all(
 
     def request(member: Member) -> tuple[Member, Any]:
         try:
-            return member, access.client.call(member, "GET", path, query=query, deadline=deadline)
+            return member, access.client.call(member.address, "GET", path, query=query, deadline=deadline)
         except MillraceError as error:
             return member, error
 
@@ -144,7 +144,7 @@ def access_through(address: str, options: CacheOptions) -> ClusterAccess:
     client = PeerClient(token=token, tls=tls)
     try:
         views = PolledViews(client, address)
-        status = client.call_address(address, "GET", "/v1/status", deadline=_DEADLINE_SECONDS)
+        status = client.call(address, "GET", "/v1/status", deadline=_DEADLINE_SECONDS)
     except MillraceError as error:
         client.close()
         raise _with_next_step(error, address) from error

@@ -258,7 +258,7 @@ class _ClusterLoad:
     def _exchange(self, share: _Share, method: str, path: str, body: Any = None) -> bool:
         """Send a request to a node, and record the response. Returns whether the node has the job."""
         try:
-            response = self._client.call(share.member, method, path, body, deadline=_DEADLINE_SECONDS)
+            response = self._client.call(share.member.address, method, path, body, deadline=_DEADLINE_SECONDS)
         except PeerRefusedError as error:
             if method == "GET" and error.status == 404:
                 return False
@@ -278,7 +278,7 @@ class _ClusterLoad:
 
         def cancel(share: _Share) -> None:
             with contextlib.suppress(MillraceError):  # the job ends by itself without requests
-                self._client.call(share.member, "DELETE", f"/v1/load/{job}", deadline=_CANCEL_SECONDS)
+                self._client.call(share.member.address, "DELETE", f"/v1/load/{job}", deadline=_CANCEL_SECONDS)
 
         # Also on nodes that did not respond: without TLS, one that was stopped receives this when it continues, before it
         # has fetched the objects that the others now load.

@@ -113,7 +113,9 @@ class DrainCoordinator:
 
         def request(member: Member) -> bool:
             try:
-                self._cluster.client.call(member, method, path, body, deadline=_REQUEST_SECONDS, working_seconds=0)
+                self._cluster.client.call(
+                    member.address, method, path, body, deadline=_REQUEST_SECONDS, working_seconds=0
+                )
             except MillraceError as error:
                 if event is not None and member.id not in self._gone:
                     emit(Event(name=event, subject=member.address, detail=str(error)))

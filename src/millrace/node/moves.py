@@ -160,7 +160,7 @@ class Moves:
         for left in reversed(range(_REPORT_TRIES)):
             try:
                 self._cluster.client.call(
-                    leaver, "POST", "/v1/drained", report, deadline=_DEADLINE_SECONDS, working_seconds=0
+                    leaver.address, "POST", "/v1/drained", report, deadline=_DEADLINE_SECONDS, working_seconds=0
                 )
                 return
             except PeerError:

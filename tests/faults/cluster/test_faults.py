@@ -114,7 +114,7 @@ def test_read_with_a_silent_node_continues(tmp_path: Path, data: dict[str, str],
             assert report["longest_seconds"] < _MOST_SECONDS
         # Detected by a read or, before any read, by a metadata request.
         for node in cluster.nodes[1:3]:
-            status = cluster.client.call_address(node.address, "GET", "/v1/status", deadline=60.0)
+            status = cluster.client.call(node.address, "GET", "/v1/status", deadline=60.0)
             assert cluster.nodes[3].address in status["breakers"]
         cluster.nodes[3].resume()
         assert_all_right(everywhere(cluster, data, cluster.nodes))

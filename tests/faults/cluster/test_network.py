@@ -121,7 +121,7 @@ def test_metadata_owner_that_was_cut_off_receives_invalidations_of_a_process_tha
 
         def has_no_open_breakers() -> bool:
             reader.ask("exists", f"{bucket}/unknown-{next(unknown)}")  # the owner is asked, or looked at again
-            status = cluster.client.call(cluster.member(cluster.nodes[1]), "GET", "/v1/status", deadline=60.0)
+            status = cluster.client.call(cluster.member(cluster.nodes[1]).address, "GET", "/v1/status", deadline=60.0)
             return bool(status["breakers"] == [])
 
         eventually(has_no_open_breakers)

@@ -608,5 +608,5 @@ def test_invalidation_of_many_keys_is_sent_in_batches() -> None:
 def test_invalidation_without_keys_is_refused(make_nodes: MakeNodes, body: object) -> None:
     (node,) = make_nodes(1, "1h")
     with pytest.raises(PeerRefusedError) as refused:
-        node.cluster.client.call(node.member, "POST", "/v1/forget", body)
+        node.cluster.client.call(node.member.address, "POST", "/v1/forget", body)
     assert refused.value.status == 400

@@ -358,7 +358,7 @@ def test_metadata_owner_that_missed_a_write_does_not_serve_older_metadata(
 
         def has_no_open_breakers() -> bool:
             reader.ask("exists", f"{bucket}/unknown-{next(unknown)}")  # the owner is asked, or looked at again
-            status = cluster.client.call(cluster.member(other), "GET", "/v1/status", deadline=60.0)
+            status = cluster.client.call(cluster.member(other).address, "GET", "/v1/status", deadline=60.0)
             return bool(status["breakers"] == [])
 
         _wait_for(has_no_open_breakers)

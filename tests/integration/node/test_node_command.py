@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 from millrace.cli import main
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
-from millrace.cluster.membership import Member, View
+from millrace.cluster.membership import View
 from millrace.cluster.placement import Placement
 from millrace.errors import PeerError, PeerRefusedError
 from millrace.origin import ObjectInfo, open_origin
@@ -78,7 +78,7 @@ def millrace(asker: None, capsys: pytest.CaptureFixture[str]) -> Callable[..., A
 
 
 def view_of(cluster: LocalCluster, node: LocalNode) -> View:
-    return View.from_json(cluster.client.call(cluster.member(node), "GET", "/v1/view"))
+    return View.from_json(cluster.client.call(cluster.member(node).address, "GET", "/v1/view"))
 
 
 def described(origin: ObjectStoreOrigin, info: ObjectInfo) -> ObjectDescription:
@@ -193,10 +193,10 @@ def test_load_continues_with_a_silent_node(
         first, silent, _ = cluster.nodes
         call = PeerClient.call
 
-        def impatient(client: PeerClient, member: Member, *arguments: Any, **more: Any) -> Any:
+        def impatient(client: PeerClient, address: str, *arguments: Any, **more: Any) -> Any:
             """Only with the silent node, however slow the others are."""
             return call(
-                client, member, *arguments, **(more | {"deadline": 0.5} if member.id == silent.address else more)
+                client, address, *arguments, **(more | {"deadline": 0.5} if address == silent.address else more)
             )
 
         silent.suspend()
@@ -293,7 +293,7 @@ def test_node_with_an_unread_log_continues(options: dict[str, str], tmp_path: Pa
 
 def answers(client: PeerClient, address: str) -> bool:
     try:
-        return bool(client.call_address(address, "GET", "/v1/status")["state"] == "here")
+        return bool(client.call(address, "GET", "/v1/status")["state"] == "here")
     except PeerError:
         return False
 
@@ -382,4 +382,6 @@ def test_nodes_with_etcd_form_a_cluster(
 
 
 def statuses(cluster: LocalCluster) -> list[dict[str, Any]]:
-    return [cluster.client.call(cluster.member(node), "GET", "/v1/status", deadline=60.0) for node in cluster.nodes]
+    return [
+        cluster.client.call(cluster.member(node).address, "GET", "/v1/status", deadline=60.0) for node in cluster.nodes
+    ]

@@ -293,10 +293,10 @@ def test_load_ends_on_a_node_whose_share_the_others_load(
     region.reshape(round_trip_seconds=0.0, bytes_per_second=1e6)
     request, ended = PeerClient.call, list[bool]()
 
-    def silent(client: PeerClient, member: Member, method: str, path: str, *args: Any, **more: Any) -> Any:
-        if member.id == second.member_id and method == "GET" and path.startswith("/v1/load/"):
+    def silent(client: PeerClient, address: str, method: str, path: str, *args: Any, **more: Any) -> Any:
+        if address == second.address and method == "GET" and path.startswith("/v1/load/"):
             raise PeerSilentError("the second is silent")
-        return request(client, member, method, path, *args, **more)
+        return request(client, address, method, path, *args, **more)
 
     def in_the_second_round(state: LoadProgress) -> None:
         if state.nodes == 1 and not ended:
@@ -430,11 +430,11 @@ def test_drain_ends_after_the_first_report_of_a_take_over_is_lost(
     nodes.load()
     call, lost = PeerClient.call, []
 
-    def lose_the_first(self: PeerClient, member: Member, method: str, path: str, *arguments: Any, **more: Any) -> Any:
+    def lose_the_first(self: PeerClient, address: str, method: str, path: str, *arguments: Any, **more: Any) -> Any:
         if path == "/v1/drained" and not lost:
             lost.append(path)
             raise PeerSilentError("the request is lost")
-        return call(self, member, method, path, *arguments, **more)
+        return call(self, address, method, path, *arguments, **more)
 
     monkeypatch.setattr(PeerClient, "call", lose_the_first)
     report = first.drain(60)
@@ -533,11 +533,11 @@ def test_node_copies_its_share_from_a_member_that_was_silent_while_it_joined(
     options = resolve({"cache_dir": str(tmp_path), "min_free": 0, "members": "none", "cluster_token": TOKEN})
     silent, request = [True, True], PeerClient.call
 
-    def silent_at_first(client: PeerClient, member: Member, method: str, path: str, *args: Any, **more: Any) -> Any:
+    def silent_at_first(client: PeerClient, address: str, method: str, path: str, *args: Any, **more: Any) -> Any:
         if silent and path.startswith("/v1/inventory/"):
             silent.pop()
             raise PeerSilentError("the first is silent")
-        return request(client, member, method, path, *args, **more)
+        return request(client, address, method, path, *args, **more)
 
     monkeypatch.setattr(PeerClient, "call", silent_at_first)
     members = _Members(everyone)
@@ -571,7 +571,7 @@ def test_node_that_others_missed_serves_no_metadata_from_before(
 
         def size() -> int:
             query = {"origin": origin.identity, "age": "inf", "key": key}
-            return int(node.client.call(me, "GET", "/v1/head", query=query, deadline=60.0)[1])
+            return int(node.client.call(me.address, "GET", "/v1/head", query=query, deadline=60.0)[1])
 
         origin.put(key, b"before")
         assert size() == 6
@@ -596,10 +596,10 @@ def test_drain_waits_for_a_member_that_was_silent_for_a_moment(
         wait_until(lambda: [member.state for member in first.view().members] == [MemberState.HERE] * 3)
         request = first.client.call
 
-        def silent_at_first(member: Member, *args: Any, **more: Any) -> Any:
-            if silent and member.id == third.member_id:
+        def silent_at_first(address: str, *args: Any, **more: Any) -> Any:
+            if silent and address == third.address:
                 raise PeerSilentError("the third is silent")
-            return request(member, *args, **more)
+            return request(address, *args, **more)
 
         monkeypatch.setattr(first.client, "call", silent_at_first)
         with ThreadPoolExecutor(1) as pool:

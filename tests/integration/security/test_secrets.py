@@ -153,15 +153,15 @@ def test_node_and_commands_show_no_secret(node: RunningNode, planted: Planted, s
     client = PeerClient(token=node.token, tls=node.tls)
     me = Member(id=node.address, address=node.address)
     for path in ("/v1/status", "/v1/counters", "/v1/view", "/status.json"):
-        planted.saw(f"the answer of {path}", json.dumps(client.call(me, "GET", path, deadline=120)))
-    body = {"view": client.call(me, "GET", "/v1/view", deadline=120)}
-    inventory = client.call(me, "POST", f"/v1/inventory/{node.address}", body, deadline=120)
+        planted.saw(f"the answer of {path}", json.dumps(client.call(me.address, "GET", path, deadline=120)))
+    body = {"view": client.call(me.address, "GET", "/v1/view", deadline=120)}
+    inventory = client.call(me.address, "POST", f"/v1/inventory/{node.address}", body, deadline=120)
     planted.saw("the inventory", json.dumps(inventory))
     planted.saw_object("the client", client)
     client.close()
     stranger = PeerClient(token="another-token-that-is-wrong", tls=node.tls)
     with pytest.raises(PeerRefusedError) as caught:
-        stranger.call(me, "GET", "/v1/status", deadline=120)
+        stranger.call(me.address, "GET", "/v1/status", deadline=120)
     planted.saw_error("the error of a stranger", caught.value)
     stranger.close()
 
@@ -200,7 +200,7 @@ def test_member_request_for_local_files_is_refused(node: RunningNode, tmp_path: 
     (tmp_path / "private" / "diary").write_text("of nobody's business")
     client = PeerClient(token=node.token, tls=node.tls)
     me = Member(id=node.address, address=node.address)
-    view = client.call(me, "GET", "/v1/view", deadline=120)
+    view = client.call(me.address, "GET", "/v1/view", deadline=120)
     identities = ("file", "memory", "s3+http://169.254.169.254", "https+internal", "az+https://x", "")
     paths = (str(tmp_path / "private"), f"{tmp_path}/private/../private", "bucket/latest/meta-data")
     for number, (identity, path) in enumerate(itertools.product(identities, paths)):
@@ -211,16 +211,16 @@ def test_member_request_for_local_files_is_refused(node: RunningNode, tmp_path: 
             (HEAD, {"key": f"{path}/diary"}),
         ):
             with pytest.raises(PeerError, match="no access"):
-                client.call(me, "GET", command, query=about | more, deadline=120)
+                client.call(me.address, "GET", command, query=about | more, deadline=120)
         job = f"job-{number}"
         order = {"view": view, "replicas": 1, "verify": False, "copies": False}
         body = {"job": job, "origin": identity, "keys": [path], **order}
-        state = client.call(me, "POST", "/v1/load", body, deadline=120)
+        state = client.call(me.address, "POST", "/v1/load", body, deadline=120)
         until = time.monotonic() + 120
         while state["state"] == "running":
             assert time.monotonic() < until, state
             time.sleep(0.02)
-            state = client.call(me, "GET", f"/v1/load/{job}", deadline=120)
+            state = client.call(me.address, "GET", f"/v1/load/{job}", deadline=120)
         assert state["state"] == "failed"
         assert "diary" not in json.dumps(state)
     client.close()

@@ -43,7 +43,7 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
     is_away, is_asked, may_answer = threading.Event(), threading.Event(), threading.Event()
     reported: list[Any] = []
 
-    def call(_member: Member, _verb: str, _path: str, body: Any, *, deadline: float, working_seconds: float) -> None:
+    def call(_address: str, _verb: str, _path: str, body: Any, *, deadline: float, working_seconds: float) -> None:
         if not answers.is_set():
             raise PeerSilentError("away", next_step="wait")
         is_asked.set()

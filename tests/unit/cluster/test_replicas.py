@@ -70,7 +70,7 @@ class Node:
         return bytes(self.client.read_replica(self.member, name, (start, stop), size, deadline=60.0))
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        return self.client.call(self.member, method, f"{ROUTE}/{path}", body, deadline=60.0)
+        return self.client.call(self.member.address, method, f"{ROUTE}/{path}", body, deadline=60.0)
 
     def listed(self) -> dict[tuple[str, str], int]:
         return {(row[0], row[1]): row[2] for row in self.call("GET", RUN)["files"]}
@@ -299,7 +299,7 @@ def test_client_without_the_token_is_refused(node: Node, method: str) -> None:
         ("POST", f"{RUN}/{STEP}", {"nbytes": 1}),
     ):
         with pytest.raises(PeerRefusedError) as caught:
-            stranger.call(node.member, verb, f"{ROUTE}/{path}", body)
+            stranger.call(node.member.address, verb, f"{ROUTE}/{path}", body)
         assert caught.value.status == 401
     stranger.close()
     assert node.listed() == {(STEP, NAME.file): 6}

@@ -75,7 +75,7 @@ class Peer:
             self.client.require_version(self.member)
             path = f"{_ROUTE}/{self.run}"
             found = _retried_while_busy(
-                lambda: self.client.call(self.member, "GET", path, deadline=LIST_SECONDS, working_seconds=0),
+                lambda: self.client.call(self.member.address, "GET", path, deadline=LIST_SECONDS, working_seconds=0),
                 LIST_SECONDS,
             )
             self.files = {
@@ -98,7 +98,7 @@ class Peer:
         """Delete files of a checkpoint in this order, or all of them. Raises `PeerError`."""
         with self._responding():
             self.client.call(
-                self.member,
+                self.member.address,
                 "DELETE",
                 f"{_ROUTE}/{self.run}/{directory}",
                 {"files": None if names is None else list(names)},
@@ -109,7 +109,9 @@ class Peer:
         """Reserve space for files of a checkpoint. Raises `DiskFullError` or `PeerError`."""
         with self._responding():
             body = {"nbytes": nbytes}
-            self.client.call(self.member, "POST", f"{_ROUTE}/{self.run}/{directory}", body, deadline=DATA_SECONDS)
+            self.client.call(
+                self.member.address, "POST", f"{_ROUTE}/{self.run}/{directory}", body, deadline=DATA_SECONDS
+            )
 
     def put(self, directory: str, name: str, start: int, size: int, data: Buffer) -> None:
         """Send the bytes of a file of `size` bytes from `start` on.

@@ -141,26 +141,6 @@ class PeerClient:
 
     def call(
         self,
-        member: Member,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        deadline: float = 5.0,
-        working_seconds: float | None = None,
-    ) -> Any:
-        """Run a JSON command on a peer; returns its result.
-
-        While the peer reports that it works, even on a disk that hangs, this waits longer than `deadline`: up to
-        `working_seconds`, by default `WORKING_SECONDS`.
-        """
-        return self.call_address(
-            member.address, method, path, body, query=query, deadline=deadline, working_seconds=working_seconds
-        )
-
-    def call_address(
-        self,
         address: str,
         method: str,
         path: str,
@@ -170,7 +150,11 @@ class PeerClient:
         deadline: float = 5.0,
         working_seconds: float | None = None,
     ) -> Any:
-        """As `call`, for a node of which only the address `host:port` is known."""
+        """Run a JSON command on the peer at `address` (`host:port`); returns its result.
+
+        While the peer reports that it works, even on a disk that hangs, this waits longer than `deadline`: up to
+        `working_seconds`, by default `WORKING_SECONDS`.
+        """
         text = self.page(address, method, path, body, query=query, deadline=deadline, working_seconds=working_seconds)
         try:
             return json.loads(text) if text else None
@@ -188,7 +172,7 @@ class PeerClient:
         deadline: float = 5.0,
         working_seconds: float | None = None,
     ) -> bytes:
-        """As `call_address`, for a response of any type."""
+        """As `call`, for a response of any type."""
         encoded = None if body is None else json.dumps(body).encode()
         waits = working_seconds != 0
         head = build_command(method, path, host=address, token=self._token, query=query, body=encoded, waits=waits)

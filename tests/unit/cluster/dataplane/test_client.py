@@ -489,10 +489,10 @@ def test_command_returns_its_result(client: PeerClient, peer: Callable[..., Peer
             visit.send(build_response(400 if "absent" in request else 200, length=len(body)), body)
 
     one = peer(handle)
-    assert client.call(one.member(), "GET", "/v1/status", query={"after": "x y"}, deadline=60.0) == {"a": [1]}
-    assert client.call_address(one.address, "POST", "/v1/load", {"a": 1}, deadline=60.0) == {"a": [1]}
+    assert client.call(one.address, "GET", "/v1/status", query={"after": "x y"}, deadline=60.0) == {"a": [1]}
+    assert client.call(one.address, "POST", "/v1/load", {"a": 1}, deadline=60.0) == {"a": [1]}
     with pytest.raises(PeerRefusedError, match="no such load") as caught:
-        client.call(one.member(), "GET", "/v1/absent", deadline=60.0)
+        client.call(one.address, "GET", "/v1/absent", deadline=60.0)
     assert (caught.value.status, caught.value.reason) == (400, "usage")
     assert "GET /v1/status?after=x+y HTTP/1.1" in seen[0]
 
@@ -501,13 +501,13 @@ def test_command_returns_its_result(client: PeerClient, peer: Callable[..., Peer
 def test_command_with_a_malformed_response_raises(client: PeerClient, peer: Callable[..., Peer], body: bytes) -> None:
     one = peer(lambda visit: visit.request() and visit.send(build_response(200, length=len(body)), body))
     with pytest.raises(PeerError, match="not JSON"):
-        client.call(one.member(), "GET", "/v1/status", deadline=60.0)
+        client.call(one.address, "GET", "/v1/status", deadline=60.0)
 
 
 def test_response_with_a_too_large_body_is_refused(client: PeerClient, peer: Callable[..., Peer]) -> None:
     one = peer(lambda visit: visit.request() and visit.send(build_response(200, length=1 << 40)))
     with pytest.raises(PeerError, match="more than"):
-        client.call(one.member(), "GET", "/v1/status", deadline=60.0)
+        client.call(one.address, "GET", "/v1/status", deadline=60.0)
 
 
 # --- processes and security -----------------------------------------------------------------------

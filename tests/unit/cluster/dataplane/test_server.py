@@ -339,7 +339,7 @@ def test_connections_of_idle_members_do_not_block_others(enough_room: None) -> N
         for client in idle:
             stack.callback(client.close)
             with pytest.raises(PeerRefusedError):
-                client.call_address(server.address, "GET", "/v1/x", deadline=60.0)
+                client.call(server.address, "GET", "/v1/x", deadline=60.0)
         assert server.connections == 4
         wait_until(lambda: all(connection.is_spare for connection in server._connections))
         for connection in server._connections:
@@ -354,7 +354,7 @@ def test_connections_of_idle_members_do_not_block_others(enough_room: None) -> N
                 for connection in server._connections:
                     connection.since -= 2
                 with pytest.raises(PeerRefusedError):
-                    client.call_address(server.address, "GET", "/v1/x", deadline=60.0)
+                    client.call(server.address, "GET", "/v1/x", deadline=60.0)
 
 
 class RefusesUploads(NoBlocks):
