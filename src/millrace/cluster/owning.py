@@ -198,12 +198,7 @@ class OwnedBlocks:
             if not left:
                 return {}
             if self._leases.take(what.object_id(), left):
-                return Refusal(
-                    status=refusal.status,
-                    message=refusal.message,
-                    code=refusal.code,
-                    fields=(("Millrace-Lease", "1"),),
-                )
+                return refusal._replace(fields=(("Millrace-Lease", "1"),))
             remaining = until - time.monotonic()
             if remaining <= 0:
                 return refusal
