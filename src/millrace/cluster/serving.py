@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import xxhash
 from typing_extensions import Buffer
 
-from millrace.cache.counters import Counters
 from millrace.cache.node import CacheNode
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane import wire
@@ -211,19 +210,14 @@ class BlockService:
             nbytes += stop - start
             used += 0 if block in fresh else stop - start  # a fetch was already counted as a use
             hot |= self._heat.count((get.object_id, block), stop - start, min(size, BLOCK_BYTES))
-        counters: Counters | None
-        if stored is not None:
-            counters = stored.disk.counters
-            if used:
-                stored.disk.usage.hit(stored.entry, used, served=True)
-                if get.mode is GetMode.FETCH:
-                    counters.add("served_cached_bytes", used)
-        else:
-            disk = self._node.disk_of(get.object_id)
-            counters = None if disk is None else disk.counters
-        if counters is not None:
-            counters.add("served_requests")
-            counters.add("served_bytes", nbytes)
+        disk = self._node.disk_of(get.object_id) if stored is None else stored.disk
+        if disk is not None:
+            disk.counters.add("served_requests")
+            disk.counters.add("served_bytes", nbytes)
+        if stored is not None and used:
+            stored.disk.usage.hit(stored.entry, used, served=True)
+            if get.mode is GetMode.FETCH:
+                stored.disk.counters.add("served_cached_bytes", used)
         return hot
 
     # --- fetching -----------------------------------------------------------------------------------
