@@ -8,7 +8,8 @@ integers are mixed by the finaliser of Steele, Lea and Flood, "Fast Splittable P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -64,9 +65,10 @@ class Placement:
         owning = here or [member for member in view.members if member.state is MemberState.JOINING]
         known = [member for member in view.members if member.state is not MemberState.JOINING]
         self.shares = frozenset((member.id, member.weight) for member in owning)
-        self._order = _cached(_Ranking(owning, max(ORDER_LENGTH, replicas)))
+        cached = lru_cache(_CACHED_ORDERS)  # a reader requests the same stripe repeatedly
+        self._order = cached(_Ranking(owning, max(ORDER_LENGTH, replicas)))
         # While no member leaves, both rankings are equal.
-        self._former = self._order if known == owning else _cached(_Ranking(known, FORMER_LENGTH))
+        self._former = self._order if known == owning else cached(_Ranking(known, FORMER_LENGTH))
 
     def order(self, object_id: bytes, stripe: int = 0) -> tuple[Member, ...]:
         """The members in the order in which they own a stripe, at most 8 (or `replicas`).
@@ -92,9 +94,6 @@ class Placement:
     def stripes_of(self, member_id: str, object_id: bytes, size: int) -> list[int]:
         """The stripes of an object of `size` bytes whose holders include a member."""
         return [stripe for stripe in range(stripe_count(size)) if self.is_holder(member_id, object_id, stripe)]
-
-
-_Order = Callable[[bytes, int], tuple[Member, ...]]
 
 
 class _Ranking:
@@ -127,18 +126,3 @@ def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def _cached(ranking: _Ranking) -> _Order:
-    """A ranking with a cache: a reader requests the same stripe repeatedly."""
-    known: dict[tuple[bytes, int], tuple[Member, ...]] = {}
-
-    def order(object_id: bytes, stripe: int) -> tuple[Member, ...]:
-        found = known.get((object_id, stripe))
-        if found is None:
-            if len(known) >= _CACHED_ORDERS:
-                known.clear()
-            found = known[object_id, stripe] = ranking(object_id, stripe)
-        return found
-
-    return order
