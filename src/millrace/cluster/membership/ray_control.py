@@ -31,7 +31,7 @@ class ControlPlane:
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
         self.address = address
-        self._client: Any = _translated(address, lambda: GcsClient(address=address))
+        self._client: Any = self._request(lambda: GcsClient(address=address))
 
     def get(self, key: str) -> bytes | None:
         """The value of `key`; None without one."""
@@ -106,16 +106,12 @@ class ControlPlane:
         return False
 
     def _request(self, request: Callable[[], _T]) -> _T:
-        return _translated(self.address, request)
+        """The result of `request`; raises errors of Ray as those of Millrace."""
+        from ray.exceptions import RayError
 
-
-def _translated(address: str, request: Callable[[], _T]) -> _T:
-    """The result of `request`; raises errors of Ray as those of Millrace."""
-    from ray.exceptions import RayError
-
-    try:
-        return request()
-    except (RayError, RuntimeError) as error:
-        raise OriginUnavailableError(
-            f"Ray's control plane at {address} does not respond", next_step="check that the head node runs"
-        ) from error
+        try:
+            return request()
+        except (RayError, RuntimeError) as error:
+            raise OriginUnavailableError(
+                f"Ray's control plane at {self.address} does not respond", next_step="check that the head node runs"
+            ) from error
