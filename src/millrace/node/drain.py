@@ -43,18 +43,16 @@ class DrainCoordinator:
         self._gone: set[str] = set()
         self._missed: set[str] = set()
 
-    def announce(self, state: MemberState) -> None:
-        """Send this node's state to all members. For static members, which have no service that does it."""
+    def announce(self, state: MemberState, *, again: bool = False) -> None:
+        """Send this node's state to all members. For static members, which have no service that does it.
+
+        With `again`, only to those that were not reached: they could regard this node as leaving without end.
+        """
+        others = [member for member in self._others() if not again or member.id in self._missed]
         # At the start of this node, others may not have started yet.
         event = "cluster.member.awaited" if state is MemberState.HERE else _NO_RESPONSE
         body = {"member": self._me, "state": str(state)}
-        self._missed = self._request(self._others(), "POST", "/v1/state", body, event=event)
-
-    def announce_again(self, state: MemberState) -> None:
-        """As `announce`, to members that were not reached: they could regard this node as leaving without end."""
-        others = [member for member in self._others() if member.id in self._missed]
-        body = {"member": self._me, "state": str(state)}
-        self._missed = self._request(others, "POST", "/v1/state", body, event=None)
+        self._missed = self._request(others, "POST", "/v1/state", body, event=None if again else event)
 
     def taken_over(self, member_id: str, owners: Iterable[str] = ()) -> None:
         """Record that a member has taken over its share, as determined among `owners`.

@@ -386,7 +386,7 @@ class NodeProcess:
         if self._is_static and isinstance(self._membership, StaticMembers):
             with self._publishing:  # in order: the last announced state must be the newest
                 state = MemberState.LEAVING if self._state is MemberState.LEAVING else MemberState.HERE
-                self.drains.announce_again(state) if again else self.drains.announce(state)
+                self.drains.announce(state, again=again)
 
     def set_member_state(self, member_id: str, state: MemberState) -> None:
         """Set the state that a static member reported."""
