@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.client import HTTPException
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from urllib3 import BaseHTTPResponse
@@ -183,9 +182,7 @@ class EtcdStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
