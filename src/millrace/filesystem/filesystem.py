@@ -102,7 +102,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         limits = {name: arguments.get(name) for name in LIMIT_NAMES}
         self._origin = open_origin(target_protocol, self._target_options, limits)
         self._paths = Paths(target_protocol, self._target_options, self._origin.identity)
-        self._rooted = self._paths.rooted
+        self.is_rooted = self._paths.rooted
         # Replaces the class method, which has no storage, also in fsspec's own methods.
         self._strip_protocol = self._paths.strip  # type: ignore[method-assign]
         self._options = resolve(arguments)
@@ -312,11 +312,6 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         """The key of `path` at the origin. A relative local path is resolved against the current directory."""
         return self._paths.key_of(path)
 
-    @property
-    def is_rooted(self) -> bool:
-        """Whether paths name files of this machine."""
-        return self._rooted
-
     def without_scheme(self, path: str) -> str:
         """The result of pyarrow's `normalize_path`: see `Paths.normalized`."""
         return self._paths.normalized(path)
@@ -366,7 +361,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
 
     def _is_directory(self, key: str) -> bool:
         """Whether `key`, which is not an object, is a directory. Requests at most one page of a listing."""
-        if self._rooted:
+        if self.is_rooted:
             return os.path.isdir(key)
         try:
             return self.node.metadata.below(self._origin, key, accept_empty=True) != "nothing"

@@ -25,14 +25,13 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
     """Lists and describes objects. Only a missing object, prefix or bucket counts as absent; other errors are raised."""
 
     _origin: Origin
+    is_rooted: bool
+    """Whether paths name files of this machine."""
 
     if TYPE_CHECKING:
 
         @property
         def node(self) -> CacheNode: ...
-
-        @property
-        def is_rooted(self) -> bool: ...
 
         def key_of(self, path: str) -> str: ...
 

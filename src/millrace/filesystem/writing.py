@@ -48,8 +48,6 @@ _planned_copies: ContextVar[list[tuple[str, str]] | None] = ContextVar("planned_
 class WritingFileSystem(ListingFileSystem):
     """Writes go directly to the origin; an object becomes visible when it is complete."""
 
-    _rooted: bool
-
     def open(
         self,
         path: str,
@@ -245,7 +243,7 @@ class WritingFileSystem(ListingFileSystem):
         if not self.isdir(key):
             return False
         try:
-            return self._rooted or not self.describe(key).size
+            return self.is_rooted or not self.describe(key).size
         except ObjectNotFoundError:
             return True
 
@@ -268,7 +266,7 @@ class WritingFileSystem(ListingFileSystem):
             _planned_copies.reset(token)
         moves = [pair for pair in dict.fromkeys(planned) if self._identity(pair[0]) != self._identity(pair[1])]
         directories = {source for source, _ in moves if self._is_only_directory(source)}
-        links = sorted(key for key in directories if self._rooted and os.path.islink(key))
+        links = sorted(key for key in directories if self.is_rooted and os.path.islink(key))
         behind = tuple(f"{link}/" for link in links)
         sources = {self._identity(source) for source, _ in moves}
         targets: set[str] = set()
@@ -294,10 +292,10 @@ class WritingFileSystem(ListingFileSystem):
             self._changed(*files[start : start + _DELETE_KEYS])
         versions: dict[str, str] = {}
         for source, target in moves:
-            mode = _mode_of(source) if self._rooted else None  # it may be closed to other users
+            mode = _mode_of(source) if self.is_rooted else None  # it may be closed to other users
             if source not in directories:
                 versions[source] = self._copy(source, target)
-            elif self._rooted and not os.path.isdir(target):
+            elif self.is_rooted and not os.path.isdir(target):
                 self.makedirs(target, exist_ok=True)
             else:
                 continue
@@ -305,7 +303,7 @@ class WritingFileSystem(ListingFileSystem):
                 with disk_errors(target):
                     os.chmod(target, mode)
         # Of a link only the link is removed, not its target. Nothing is lost if that has changed or was moved, too.
-        links += [key for key in versions if self._rooted and os.path.islink(key)]
+        links += [key for key in versions if self.is_rooted and os.path.islink(key)]
         copied = versions.keys() - links
         self._remove_copied({key: versions[key] for key in sorted(copied) if not key.startswith(behind)})
         self._delete([key for key in links if not key.startswith(behind)])
@@ -336,7 +334,7 @@ class WritingFileSystem(ListingFileSystem):
 
     def _identity(self, key: str) -> str:
         """What two names of one file have in common: for local files, the name in the real directory."""
-        if not self._rooted:
+        if not self.is_rooted:
             return key
         directory, name = os.path.split(os.path.normpath(key))
         return os.path.join(os.path.realpath(directory), name)
@@ -344,7 +342,7 @@ class WritingFileSystem(ListingFileSystem):
     def _remove_empty(self, directories: Sequence[str]) -> None:
         """Remove directories that are empty, the deepest first. Object stores have them only by their objects."""
         for key in directories:
-            if self._rooted:
+            if self.is_rooted:
                 with contextlib.suppress(OSError):  # not empty: a file was added meanwhile
                     os.rmdir(key)
                 self._changed(f"{key}/")
@@ -388,7 +386,7 @@ class WritingFileSystem(ListingFileSystem):
         key = self.key_of(path)
         if not key.strip("/"):
             raise UsageError("the root cannot be emptied", next_step="name a directory")
-        if self._rooted and os.path.islink(key):
+        if self.is_rooted and os.path.islink(key):
             return
         entry = self.info(key)
         if entry["type"] == "file":
@@ -411,14 +409,14 @@ class WritingFileSystem(ListingFileSystem):
         key = self.key_of(path)
         if not key.strip("/"):
             raise UsageError("the root cannot be removed", next_step="name a directory or an object")
-        if self._rooted and _is_current_directory(key):  # an empty path is one of its names
+        if self.is_rooted and _is_current_directory(key):  # an empty path is one of its names
             raise UsageError(f"file://{key} is the current directory", next_step="name a directory or a file in it")
-        if self._rooted and os.path.islink(key):
+        if self.is_rooted and os.path.islink(key):
             self._delete([key])  # the link, not its target
             return
         is_file = self.info(key)["type"] == "file"
         self._remove_below(key)
-        if not self._rooted:
+        if not self.is_rooted:
             self._delete([key] if "/" in key else [])  # an object with the name of the directory; a bucket stays
         elif is_file:
             self._delete([key])
@@ -427,7 +425,7 @@ class WritingFileSystem(ListingFileSystem):
                 os.rmdir(key)
 
     def _remove_below(self, key: str) -> None:
-        if self._rooted:
+        if self.is_rooted:
             self._remove_below_local(key)
             return
         directories: set[str] = set()
@@ -467,7 +465,7 @@ class WritingFileSystem(ListingFileSystem):
         self._make_directory(path, create_parents=True, exist_ok=exist_ok)
 
     def _make_directory(self, path: str, *, create_parents: bool, exist_ok: bool) -> None:
-        if not self._rooted:
+        if not self.is_rooted:
             return
         key = self.key_of(path)
         try:
@@ -488,7 +486,7 @@ class WritingFileSystem(ListingFileSystem):
 
     def rmdir(self, path: str) -> None:
         """Remove an empty local directory. Does nothing for object stores, where a directory exists through its objects."""
-        if not self._rooted:
+        if not self.is_rooted:
             return
         key = self.key_of(path)
         if not os.path.isdir(key):
