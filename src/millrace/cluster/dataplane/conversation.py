@@ -372,7 +372,7 @@ class Connection:
         try:
             body = json.dumps(outcome.result()).encode()
         except MillraceError as error:
-            status, body = _refused(error)
+            status, body = _status_of(error), protocol.error_body(str(error), error.code)
         except Exception as error:  # noqa: BLE001 - the client receives it, and the server continues
             _log.exception("a defect in the command %s %s", request.method, request.path)
             status, body = 500, protocol.error_body(f"a defect: {error!r}", "error")
@@ -414,11 +414,6 @@ def _with_head(content: Content) -> Any:
 
 def _status_of(error: MillraceError) -> int:
     return next((status for cls, status in _STATUS_OF if isinstance(error, cls)), 500)
-
-
-def _refused(error: MillraceError) -> tuple[int, bytes]:
-    status = _status_of(error)
-    return status, protocol.error_body(str(error), error.code)
 
 
 def _parse_query(text: str) -> dict[str, str]:
