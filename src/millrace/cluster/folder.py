@@ -36,7 +36,7 @@ from millrace.errors import ConfigurationError, DamagedError, StorageError
 from millrace.runtime import forks
 from millrace.runtime.failures import disk_errors, reason_of
 from millrace.runtime.locks import is_byte_locked, try_lock_byte
-from millrace.runtime.private_files import make_folder, make_way, new_file, opener, read_file, recreate
+from millrace.runtime.private_files import make_folder, make_way, opener, read_file, recreate, replace_file
 
 _log = logging.getLogger("millrace.cluster")
 
@@ -434,12 +434,7 @@ def _read(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file atomically. Only the holder of the lock writes, so the temporary name is unused."""
-    temporary = path.with_name(f"{path.name}.new")
+    """Replace a file atomically. Only the holder of the lock writes."""
     if not path.is_symlink():  # a link is replaced
         make_way(path)
-    with open(new_file(temporary), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # otherwise the file may be empty after a crash of the machine
-    os.replace(temporary, path)
+    replace_file(path, text.encode())

@@ -155,6 +155,19 @@ def new_file(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file atomically. Its content is flushed: otherwise it may be empty after a crash of the machine.
+
+    For one writer at a time: the temporary name is that of the file with `.new` added. Raises `OSError`.
+    """
+    temporary = path.with_name(f"{path.name}.new")
+    with open(new_file(temporary), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
 def _require_no_link(path: Path, status: os.stat_result) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise StorageError(

@@ -29,8 +29,8 @@ from millrace.runtime.private_files import (
     close_folder,
     find_folder,
     make_way,
-    new_file,
     read_file,
+    replace_file,
     require_file,
     require_folder,
 )
@@ -48,7 +48,6 @@ _OLD_FORMATS = tuple(f"{FORMAT_NAME} {number}" for number in range(1, FORMAT_VER
 
 FOLDERS_NAME = "folders"
 RULES_NAME = "rules.json"
-NEW_RULES_NAME = "rules.json.new"
 RULES_TEXT = "the pins, quotas, times to live and the size that were set for this cache"
 
 Rebuild = Callable[[Path, Index], object]
@@ -70,7 +69,7 @@ _DATA_FOLDERS = ("objects", "segments")
 REPLICAS_NAME = "replicas"
 _FOLDERS = ("index", "counters", REPLICAS_NAME, FOLDERS_NAME, *_DATA_FOLDERS)
 _FILES = (_MARKER, "locks", _LOCK, RULES_NAME)
-_OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", *_FOLDERS, NEW_RULES_NAME})
+_OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", *_FOLDERS, f"{RULES_NAME}.new"})
 
 
 def open_directory(directory: Path, rebuild: Rebuild, *, on_dropped: Callable[[], None] = lambda: None) -> Index:
@@ -246,12 +245,7 @@ def _is_torn(marker: bytes) -> bool:
 
 def _write_marker(directory: Path, boot: str) -> None:
     """Write this boot to `FORMAT`, and flush it: otherwise a crash would leave a name without content."""
-    temporary = directory / f"{_MARKER}.new"
-    with open(new_file(temporary), "w", encoding="ascii") as file:
-        file.write(f"{_FORMAT_LINE}{boot}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / _MARKER)
+    replace_file(directory / _MARKER, f"{_FORMAT_LINE}{boot}\n".encode("ascii"))
     _flush_folder(directory)
 
 

@@ -24,9 +24,9 @@ from millrace.errors import MillraceError, StorageError, UnsupportedFormatError
 from millrace.events import Event, emit
 from millrace.runtime.directories import locked_directory
 from millrace.runtime.failures import disk_errors
-from millrace.runtime.private_files import new_file, read_file
+from millrace.runtime.private_files import read_file, replace_file
 from millrace.store.records import ObjectName
-from millrace.store.setup import NEW_RULES_NAME, RULES_NAME, RULES_TEXT
+from millrace.store.setup import RULES_NAME, RULES_TEXT
 
 FORMAT_VERSION = 1
 
@@ -267,19 +267,10 @@ class RulesFile:
                 old = self._rules if blank else self._read()
                 new = edit(old)
                 if new != old or blank:
-                    self._write(encode(new))
+                    replace_file(self._path, encode(new))
                     os.fsync(directory)
             self._rules, self._seen, self._look_at = new, None, -1.0
             return new
-
-    def _write(self, data: bytes) -> None:
-        temporary = self._directory / NEW_RULES_NAME
-        descriptor = new_file(temporary)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, self._path)
 
     def _look(self) -> None:
         try:
