@@ -35,39 +35,29 @@ class ControlPlane:
 
     def get(self, key: str) -> bytes | None:
         """The value of `key`; None without one."""
-        value: bytes | None = self._request(
-            lambda: self._client.internal_kv_get(key.encode(), _NAMESPACE, timeout=_DEADLINE_SECONDS)
-        )
+        value: bytes | None = self._stored(self._client.internal_kv_get, key.encode())
         return value
 
     def put(self, key: str, value: bytes) -> None:
         """Set `key`."""
-        self._request(
-            lambda: self._client.internal_kv_put(key.encode(), value, True, _NAMESPACE, timeout=_DEADLINE_SECONDS)
-        )
+        self._stored(self._client.internal_kv_put, key.encode(), value, True)
 
     def put_if_absent(self, key: str, value: bytes) -> bytes:
         """Set `key` unless it has a value; returns its value, which is the same for all concurrent callers."""
-        self._request(
-            lambda: self._client.internal_kv_put(key.encode(), value, False, _NAMESPACE, timeout=_DEADLINE_SECONDS)
-        )
+        self._stored(self._client.internal_kv_put, key.encode(), value, False)
         kept = self.get(key)
         return value if kept is None else kept
 
     def delete(self, key: str) -> None:
         """Remove `key`, if it exists."""
-        self._request(lambda: self._client.internal_kv_del(key.encode(), False, _NAMESPACE, timeout=_DEADLINE_SECONDS))
+        self._stored(self._client.internal_kv_del, key.encode(), False)
 
     def scan(self, prefix: str) -> dict[str, bytes]:
         """All keys that begin with `prefix`, with their values, in two requests."""
-        keys = self._request(
-            lambda: self._client.internal_kv_keys(prefix.encode(), _NAMESPACE, timeout=_DEADLINE_SECONDS)
-        )
+        keys = self._stored(self._client.internal_kv_keys, prefix.encode())
         if not keys:
             return {}
-        found: Mapping[bytes, bytes] = self._request(
-            lambda: self._client.internal_kv_multi_get(list(keys), _NAMESPACE, timeout=_DEADLINE_SECONDS)
-        )
+        found: Mapping[bytes, bytes] = self._stored(self._client.internal_kv_multi_get, list(keys))
         return {key.decode(): value for key, value in found.items()}
 
     def living_nodes(self) -> set[str]:
@@ -104,6 +94,10 @@ class ControlPlane:
                 is_used = dict(node.available_resources) != dict(node.total_resources)
                 return bool(node.ray_node_type_name) and not is_head and not is_used
         return False
+
+    def _stored(self, operation: Callable[..., Any], *arguments: object) -> Any:
+        """The result of an operation of the key-value store."""
+        return self._request(lambda: operation(*arguments, _NAMESPACE, timeout=_DEADLINE_SECONDS))
 
     def _request(self, request: Callable[[], _T]) -> _T:
         """The result of `request`; raises errors of Ray as those of Millrace."""
