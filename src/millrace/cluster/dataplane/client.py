@@ -83,23 +83,18 @@ class PeerClient:
         *,
         mode: GetMode,
         rank: int = 0,
-        verify: bool = False,
         deadline: float = SILENCE_SECONDS,
     ) -> PeerBytes:
         """The bytes of a range that is not empty, at most 64 MiB; each piece was verified against its checksum.
 
-        `rank` is the number of members before this one in the order that did not respond; `verify` makes the peer verify its
-        disk first. Raises `ObjectChangedError` or `ObjectNotFoundError` if the origin returned that to the peer, and
-        `PeerError` for bytes that are wrong twice.
+        `rank` is the number of members before this one in the order that did not respond. After wrong bytes, the peer is
+        requested again, and verifies its disk first. Raises `ObjectChangedError` or `ObjectNotFoundError` if the origin
+        returned that to the peer, and `PeerError` for bytes that are wrong twice.
         """
         self.require_version(member)
-
-        def exchange(verified: bool) -> _Exchange:
-            request = self._get(what, span, member.address, mode, rank, verified)
-            return _Exchange(self._pool, member.address, [request], deadline)
-
-        for verified in (True,) if verify else (False, True):
-            data, hot, wrong = _receive(exchange(verified), what, span)
+        for verify in (False, True):
+            request = self._get(what, span, member.address, mode, rank, verify)
+            data, hot, wrong = _receive(_Exchange(self._pool, member.address, [request], deadline), what, span)
             if not wrong:
                 return PeerBytes(data, hot)
             _report_wrong(member, what, wrong)

@@ -113,9 +113,9 @@ def test_request_contains_its_headers(client: PeerClient, peer: Callable[..., Pe
             visit.send(head_of(body, ("Millrace-Hot", "1")), body)
 
     one = peer(handle)
-    got = client.read(one.member(), WHAT, (0, 5), mode=GetMode.FETCH, rank=2, verify=True, deadline=60.0)
+    got = client.read(one.member(), WHAT, (0, 5), mode=GetMode.FETCH, rank=2, deadline=60.0)
     assert got.hot
-    for line in ("Millrace-Rank: 2", "Millrace-Verify: 1", "Millrace-Ask: fetch"):
+    for line in ("Millrace-Rank: 2", "Millrace-Ask: fetch"):
         assert f"\r\n{line}\r\n" in seen[0]
     assert f"Authorization: Bearer {TOKEN}" in seen[0]
     assert WHAT.to_header() in seen[0]
@@ -408,7 +408,7 @@ def test_random_responses_return_the_right_bytes_or_raise(client: PeerClient, pe
     one = peer(handle)
     for _ in range(400):
         try:
-            outcomes.append(read(client, one, 0, 3000, verify=True) == DATA[:3000])
+            outcomes.append(read(client, one, 0, 3000) == DATA[:3000])
         except (PeerError, ObjectChangedError, ObjectNotFoundError) as error:
             outcomes.append(type(error).__name__)
     assert False not in outcomes
