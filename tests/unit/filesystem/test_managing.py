@@ -122,7 +122,7 @@ def test_rules_on_full_disk_name_the_full_disk(
     fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not list(fs.cached())
-    monkeypatch.setattr("millrace.cache.eviction.retention.new_file", no_space)
+    monkeypatch.setattr("millrace.runtime.private_files.new_file", no_space)
     calls: list[Callable[[], Any]] = [
         lambda: fs.pin(str(data)),
         lambda: fs.limit(str(data), quota="1MB"),
