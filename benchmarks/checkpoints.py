@@ -134,9 +134,21 @@ def stock(threads: int, extension: str | None = None, *, sync_files: bool = True
     return writer, lambda place: FileSystemReader(place, _extension_registry=extension_registry(ZStandard))
 
 
-def millrace(threads: int, compression: Any = "typed", **options: Any) -> tuple[Opener, Opener]:
+def use_loops(compiled: bool) -> None:
+    """Split planes by the compiled loops in this process, or never: it must not begin to load them while it is measured."""
+    from millrace.checkpoint.codec import splitting
+
+    splitting.loops = splitting.Loops(from_bytes=1 << 62)
+    if compiled and not splitting.loops.load():
+        raise RuntimeError("numba is not installed, or cannot be used")
+
+
+def millrace(
+    threads: int, compression: Any = "typed", *, compiled: bool = False, **options: Any
+) -> tuple[Opener, Opener]:
     from millrace.checkpoint import CheckpointReader, CheckpointWriter
 
+    use_loops(compiled)
     return (
         lambda place: CheckpointWriter(place, thread_count=threads, compression=compression, **options),
         lambda place: CheckpointReader(place, thread_count=threads, target_options=options.get("target_options")),

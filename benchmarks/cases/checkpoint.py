@@ -88,10 +88,7 @@ def millrace_2(measure: Measure, context: Mapping[str, Any]) -> dict[str, str]:
 @case.contender("Millrace, compiled loops, 2 threads", baseline="stock plain, 2 threads")
 def millrace_compiled(measure: Measure, context: Mapping[str, Any]) -> dict[str, str]:
     """With the library numba, as in a process that has coded 4 GiB."""
-    from millrace.checkpoint.codec import splitting
-
-    assert splitting.loops.load()
-    return _run(measure, context, millrace(2))
+    return _run(measure, context, millrace(2, compiled=True))
 
 
 @case.contender("Millrace max, 2 threads", baseline="stock plain, 2 threads")

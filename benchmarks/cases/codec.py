@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from benchmarks.checkpoints import trained
+from benchmarks.checkpoints import trained, use_loops
 from benchmarks.harness import Case, Measure, Options, Prepared
 
 _KINDS = {"bf16": 2, "fp32": 4, "exp_avg": 4, "exp_avg_sq": 4}
@@ -154,10 +154,11 @@ def zstd_level_3(measure: Measure, context: Mapping[str, Any]) -> dict[str, str]
     return _run(measure, context, lambda chunk, width: [compressor.compress(chunk.data)], decode)
 
 
-def _millrace(measure: Measure, context: Mapping[str, Any], level: int) -> dict[str, str]:
+def _millrace(measure: Measure, context: Mapping[str, Any], level: int, *, compiled: bool = False) -> dict[str, str]:
     from millrace.checkpoint.codec.chunks import Effort, Kind
     from millrace.checkpoint.codec.planes import PlaneCodec
 
+    use_loops(compiled)
     codec, effort = PlaneCodec(), Effort(level)
     return _run(
         measure,
@@ -175,10 +176,7 @@ def typed(measure: Measure, context: Mapping[str, Any]) -> dict[str, str]:
 @case.contender("Millrace, compiled loops")
 def compiled(measure: Measure, context: Mapping[str, Any]) -> dict[str, str]:
     """With the library numba, as in a process that has coded 4 GiB."""
-    from millrace.checkpoint.codec import splitting
-
-    assert splitting.loops.load()
-    return _millrace(measure, context, 1)
+    return _millrace(measure, context, 1, compiled=True)
 
 
 @case.contender("Millrace max")
