@@ -263,7 +263,9 @@ def test_region_faults_change_the_response_as_documented(
     def ask() -> tuple[int, dict[str, str], bytes]:
         connection.request("GET", "/ranged")
         response = connection.getresponse()
-        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        del headers["date"]  # that of the next response may be a second later
+        return response.status, headers, response.read()
 
     status, headers, body = ask()
     assert (status, headers["etag"], body) == (206, '"one"', PAYLOAD[100 : 100 + MIB])
