@@ -264,7 +264,7 @@ def test_region_faults_change_the_response_as_documented(
         connection.request("GET", "/ranged")
         response = connection.getresponse()
         headers = {name.lower(): value for name, value in response.getheaders()}
-        del headers["date"]  # that of the next response may be a second later
+        headers.pop("date", None)  # that of the next response may be a second later
         return response.status, headers, response.read()
 
     status, headers, body = ask()
