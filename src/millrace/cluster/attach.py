@@ -120,10 +120,10 @@ def _link_by_ray(options: CacheOptions, origins: Iterable[Origin]) -> NodeLink |
 
 
 def _start_without_waiting(options: CacheOptions, origins: Iterable[Origin]) -> Callable[[], NodeRecord | None] | None:
-    """Start the node of this Ray node if reads need not wait for it; returns a function that returns its record, or None.
+    """Start the node of this Ray node if reads need not wait for it: if no other Ray node exists that could own a block.
 
-    They need not on the only Ray node, where no other node can own a block. The new node claims the folder of `options`,
-    which no node holds now, so the blocks that are stored there meanwhile are its own.
+    Returns a function that requests its record, else None. The new node claims the folder of `options`, which is free now.
+    So the blocks that are stored there meanwhile are its own.
     """
     if (
         options.members != "auto"
@@ -385,7 +385,7 @@ class _Attachment:
             _log.warning("the limits of this machine's node cannot be applied: %s", error)
 
     def _started_node(self) -> LocalNode | None:
-        """The node whose start was not waited for, once it runs."""
+        """The node whose start was not waited for, once it runs. Searches if another node has claimed its folder."""
         if self._starting is None:
             return None
         node = node_holding(self.options)

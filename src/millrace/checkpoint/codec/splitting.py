@@ -1,8 +1,8 @@
-"""Splits values into byte planes, rotated so that the exponent of a float is one byte, and joins them again. Pure; no torch.
+"""Splits values into byte planes, rotated so that the exponent of a float is one byte, and joins them again. No torch.
 
-numpy does it in five to eight passes over memory. The loops of `compiled.py` need one, with the optional library numba. To
-load them costs .4 s of CPU and 120 MB of memory, what they save in some 4 GB. So a process that has coded so much loads
-them, once, and a shorter one never does. The bytes are the same.
+numpy needs five to eight passes over memory. The loops of `compiled.py`, with the optional library numba, need one. Loading
+them takes .4 s of CPU and 120 MB of memory, and they save as much time in some 4 GB. So a process loads them once it has
+coded that much. Both return the same bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Loops:
 
 
 loops = Loops()
-"""Those of this process."""
+"""The loops of this process."""
 
 
 class Splitter:

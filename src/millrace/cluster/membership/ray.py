@@ -62,10 +62,10 @@ def find_node(
 def start_on_only_node(
     options: CacheOptions, origins: Iterable[Any] = (), *, start: StartNode
 ) -> Callable[[], NodeRecord | None] | None:
-    """Start the node of this Ray node without waiting for it, if there is no other Ray node and no node has started here.
+    """Start the node of a Ray cluster's only Ray node without waiting for it, if it was not started before.
 
-    Returns None if that does not hold, else a function that returns the node's record, or None before the node runs. That
-    function makes a request to the control plane and uses nothing else of Ray. Otherwise as `find_node`.
+    Otherwise returns None and starts nothing. Returns a function that requests the node's record from the control plane, and
+    uses nothing else of Ray; its result is None before the node runs. Raises as `find_node`.
     """
     if _is_client():
         return None
