@@ -280,9 +280,9 @@ class _OpenFile:
         self.busy_seconds += time.perf_counter() - began
 
     def progress(self) -> tuple[int, float]:
-        """Bytes that the storage has accepted, and its busy seconds. A local disk lags behind the page cache."""
-        flushed: tuple[int, float] | None = getattr(self.writer, "flushed", None)
-        return flushed or (self.size, self.busy_seconds)
+        """Bytes that the storage has accepted, and its busy seconds. A local disk works in a thread."""
+        written: tuple[int, float] | None = getattr(self.writer, "written", None)
+        return written or (self.size, self.busy_seconds)
 
 
 def write_items(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import random
 import resource
+import tempfile
 import threading
 from unittest.mock import Mock
 
@@ -24,6 +27,8 @@ from millrace.errors import (
 )
 from millrace.origin import Readable, open_origin
 from millrace.runtime.pipeline import run_in_order
+
+BLOCK = storage_module.BLOCK_BYTES
 
 
 @pytest.fixture(params=["local", "local without sync", "object store"])
@@ -49,8 +54,8 @@ def test_written_file_is_read_back(storage):
     assert list(storage.names()) == ["data"]
 
 
-def write(storage, pieces):
-    with storage.open_writer("data") as writer:
+def write(storage, pieces, name="data"):
+    with storage.open_writer(name) as writer:
         for piece in pieces:
             writer.write(piece)
 
@@ -155,32 +160,124 @@ def test_system_errors_are_translated(tmp_path, monkeypatch):
     assert list(storage.names()) == ["file"]
 
 
-def test_full_disk_raises_disk_full_error(tmp_path):
+@pytest.mark.parametrize("limit", [1 << 20, BLOCK + (1 << 20)])
+def test_full_disk_raises_disk_full_error(tmp_path, limit):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     storage = LocalStorage(str(tmp_path))
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         with pytest.raises(DiskFullError):
-            write(storage, [bytes(200_000)] * 10)
+            write(storage, [bytes(200_000)] * 50)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(storage.names()) == []
 
 
-def test_error_of_earlier_flush_is_raised(tmp_path, monkeypatch):
-    failed = threading.Event()
+# --- writes to the disk in blocks -----------------------------------------------------------------
 
-    def broken(fd):
-        failed.set()
-        raise OSError(5, "Input/output error")
 
+@pytest.fixture(params=["direct", "without the flag", "with the flag only", "tmpfs"])
+def disk(request, tmp_path, monkeypatch):
+    """A storage on a file system with direct writes, on one that refuses the flag, and on one that refuses the writes."""
+    set_flags, pwrite = fcntl.fcntl, os.pwrite
+
+    def refuse_flag(descriptor, command, value=0):
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return set_flags(descriptor, command, value)
+
+    def refuse_write(descriptor, data, position):
+        if set_flags(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(descriptor, data, position)
+
+    if request.param == "without the flag":
+        monkeypatch.setattr(fcntl, "fcntl", refuse_flag)
+    elif request.param == "with the flag only":
+        monkeypatch.setattr(os, "pwrite", refuse_write)
+    elif request.param == "tmpfs":
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            yield LocalStorage(folder)
+        return
+    yield LocalStorage(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 4096, 3 * BLOCK + 5000, 9 * BLOCK, 9 * BLOCK + 8192]
+)
+def test_file_of_any_size_has_the_bytes_written(disk, nbytes):
+    rng = random.Random(nbytes)
+    data = memoryview(rng.randbytes(nbytes))
+    with disk.open_writer("file") as writer:
+        position = 0
+        while position < nbytes:
+            count = rng.choice([1, 4095, 1 << 20, BLOCK, 2 * BLOCK])
+            writer.write(data[position : position + count])
+            position += count
+    file = disk.stat("file")
+    assert file.size == nbytes
+    assert disk.read(file, 0, nbytes) == data
+    if nbytes >= BLOCK:
+        written, seconds = writer.written
+        assert nbytes - 4096 < written <= nbytes
+        assert seconds > 0
+    assert list(disk.names()) == ["file"]
+
+
+def test_large_file_is_not_in_the_page_cache(tmp_path):
+    storage = LocalStorage(str(tmp_path))
+    write(storage, [bytes(BLOCK)] * 3)
+    with (tmp_path / "file.direct").open("wb") as probe:
+        try:
+            fcntl.fcntl(probe, fcntl.F_SETFL, os.O_WRONLY | os.O_DIRECT)
+        except OSError:
+            pytest.skip("the file system of the test has no direct writes")
+    with (tmp_path / "data").open("rb") as file, pytest.raises(BlockingIOError):
+        os.preadv(file.fileno(), [bytearray(4096)], BLOCK, os.RWF_NOWAIT)
+
+
+def test_error_of_an_earlier_block_is_raised(disk, monkeypatch):
+    written, pwrite = [], os.pwrite
+
+    def broken(descriptor, data, position):
+        written.append(position)
+        if position >= 2 * BLOCK:
+            raise OSError(errno.EIO, "Input/output error")
+        return pwrite(descriptor, data, position)
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    with pytest.raises(StorageError, match="Input/output error"):
+        write(disk, [bytes(BLOCK)] * 40, name="file")
+    assert max(written) < 10 * BLOCK  # no later block was begun in vain
+    assert list(disk.names()) == []
+
+
+def test_error_of_the_page_cache_is_raised_without_direct_writes(tmp_path, monkeypatch):
+    def no_flag(descriptor, command, value=0):
+        if command == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return 0
+
+    def broken(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "fcntl", no_flag)
     monkeypatch.setattr(os, "fdatasync", broken)
     storage = LocalStorage(str(tmp_path))
-    with pytest.raises(StorageError), storage.open_writer("file") as writer:  # noqa: PT012 - closing it may raise, too
-        for _ in range(40):
-            writer.write(bytes(1 << 20))
-        assert failed.wait(300)
+    with pytest.raises(StorageError, match="Input/output error"):
+        write(storage, [bytes(BLOCK)] * 10)
     assert list(storage.names()) == []
+
+
+def test_abort_with_blocks_in_flight_leaves_no_file_and_no_thread(disk):
+    before = threading.active_count()
+    writer = disk.open_writer("file")
+    for _ in range(6):
+        writer.write(bytes(BLOCK))
+    writer.abort()
+    writer.abort()
+    assert list(disk.names()) == []
+    assert threading.active_count() == before
 
 
 # --- what goes into which chunk, and in which order -----------------------------------------------
