@@ -15,10 +15,10 @@ from millrace.checkpoint.codec.planes import PlaneCodec
 from millrace.checkpoint.format.manifest import DataFile, Manifest, Shard, TensorEntry, encode_manifest
 from millrace.checkpoint.format.slices import box_runs
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest
 from millrace.checkpoint.storage.manifests import read_manifest
 from millrace.checkpoint.storage.replicating import Progress, copy_files, publish_checkpoint
-from millrace.checkpoint.storage.storage import CheckpointStorage
 
 KIND = Kind(1, False)
 CHUNK_BYTES = 4096

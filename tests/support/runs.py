@@ -14,8 +14,9 @@ from millrace.checkpoint.format.tables import chunk_table, item_table
 from millrace.checkpoint.run import claims
 from millrace.checkpoint.run.claims import Claim
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, _ObjectPlace, checkpoint_name, open_run
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import read_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage, ObjectStorage
+from millrace.checkpoint.storage.object_storage import ObjectStorage
 from millrace.errors import MissingError
 from millrace.origin import Origin, open_origin
 

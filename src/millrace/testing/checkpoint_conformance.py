@@ -37,7 +37,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, extension_registry
-from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.storage.base import CheckpointStorage
+from millrace.checkpoint.storage.storage import open_storage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -27,14 +27,9 @@ from millrace.checkpoint.format.safetensors import (
     parse_index,
 )
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile, has_file
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest
-from millrace.checkpoint.storage.storage import (
-    CheckpointStorage,
-    LocalStorage,
-    StoredFile,
-    has_file,
-    require_unchanged,
-)
+from millrace.checkpoint.storage.storage import LocalStorage, require_unchanged
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,

@@ -20,6 +20,7 @@ from millrace.checkpoint.format.slices import box_runs
 from millrace.checkpoint.format.transforms import transforms_for
 from millrace.checkpoint.reading.contents import Box, Bytes, Contents, shard_boxes
 from millrace.checkpoint.reading.hugging_face import SafetensorsFetcher, SafetensorsFiles, read_hugging_face
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest, whole_item
 from millrace.checkpoint.storage.manifests import (
     CheckpointSummary,
@@ -28,7 +29,7 @@ from millrace.checkpoint.storage.manifests import (
     read_stock_metadata,
     summarize,
 )
-from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.storage.storage import open_storage
 from millrace.errors import CheckpointNotFoundError
 from millrace.origin import Readable
 from millrace.runtime.pipeline import default_threads

@@ -33,9 +33,10 @@ from millrace.checkpoint.reading.loads import check_rank_has_all, load_items
 from millrace.checkpoint.reading.opening import summary_of
 from millrace.checkpoint.reading.stock import StockReader
 from millrace.checkpoint.state.tensors import metadata_of
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.fetching import ChunkFetcher
 from millrace.checkpoint.storage.manifests import CheckpointSummary, read_newest
-from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage, open_storage
+from millrace.checkpoint.storage.storage import can_open_storage, open_storage
 from millrace.errors import ChangedError, CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError
 from millrace.origin import Readable
 from millrace.runtime.pipeline import collection_paused, default_threads

@@ -38,9 +38,10 @@ from millrace.checkpoint.state.tensors import (
     torch_dtype,
 )
 from millrace.checkpoint.state.wrappers import encode_recipe, is_wrapper, take_apart
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile
 from millrace.checkpoint.storage.manifests import read_stock_metadata, stock_metadata_name
 from millrace.checkpoint.storage.stock_metadata import unpickle_metadata
-from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, StoredFile, require_unchanged
+from millrace.checkpoint.storage.storage import LocalStorage, require_unchanged
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -23,8 +23,8 @@ from millrace.checkpoint.format.transforms import Transforms, transforms_for
 from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
 from millrace.checkpoint.reading.loads import BlobLoad, Load, planned_loads
 from millrace.checkpoint.reading.reader import CheckpointReader
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ChunkUse, copy_chunk
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.runtime.pipeline import run_in_order
 
 # Host memory for tensors that are converted or moved to a device, at one time.

@@ -23,7 +23,7 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.run.processes import Process, state_of, this_process
 from millrace.checkpoint.run.run_layout import Run, parse_name
-from millrace.checkpoint.storage.storage import StoredFile
+from millrace.checkpoint.storage.base import StoredFile
 from millrace.errors import (
     ChangedError,
     MillraceError,

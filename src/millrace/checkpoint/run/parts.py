@@ -19,10 +19,10 @@ from millrace import errors
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from millrace.checkpoint.run.run_layout import part_name
 from millrace.checkpoint.run.save_values import Member
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile
 from millrace.checkpoint.storage.layered import missing_files
 from millrace.checkpoint.storage.manifests import StoredManifest, load_manifest
 from millrace.checkpoint.storage.replicating import publish_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.checkpoint.writing.assembly import join_manifests
 from millrace.checkpoint.writing.packing import discard
 from millrace.errors import (

@@ -20,10 +20,10 @@ from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile
 from millrace.checkpoint.run.run_info import directory_of
 from millrace.checkpoint.run.run_layout import Entry, Run, parse_name
 from millrace.checkpoint.run.timeline import Point, age_of
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import StoredManifest
 from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
 from millrace.checkpoint.storage.replicating import copy_files, publish_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.config import CacheOptions, resolve
 from millrace.errors import (
     ConfigurationError,

@@ -27,7 +27,7 @@ from millrace.checkpoint.run.retention import (
 )
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, RunListing, parse_name, rank_of_part
 from millrace.checkpoint.run.tiers import pending_uploads
-from millrace.checkpoint.storage.storage import StoredFile, has_file
+from millrace.checkpoint.storage.base import StoredFile, has_file
 from millrace.errors import ChangedError, DeniedError, DiskFullError, MillraceError, MissingError, UsageError
 from millrace.events import Event, emit
 

@@ -29,9 +29,9 @@ from millrace.checkpoint.run.timeline import newest_first, timeline
 from millrace.checkpoint.state.flattening import PLAIN_TENSORS, flatten, refuse_nested_objects, state_dict_of
 from millrace.checkpoint.state.tensors import WrapperMetadata
 from millrace.checkpoint.state.wrappers import WrapperSlot
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.layered import LayeredStorage
 from millrace.checkpoint.storage.manifests import StoredManifest
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -20,15 +20,10 @@ from millrace.checkpoint.arguments import ReadThroughMode
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest
 from millrace.checkpoint.run.timeline import Point, last_revisions
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile
 from millrace.checkpoint.storage.manifests import load_manifest
-from millrace.checkpoint.storage.storage import (
-    CheckpointStorage,
-    LocalStorage,
-    ObjectStorage,
-    StoredFile,
-    cached_reads,
-    open_storage,
-)
+from millrace.checkpoint.storage.object_storage import ObjectStorage, cached_reads
+from millrace.checkpoint.storage.storage import LocalStorage, open_storage
 from millrace.errors import (
     ChangedError,
     CheckpointNotFoundError,

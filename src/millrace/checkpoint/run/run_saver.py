@@ -31,8 +31,8 @@ from millrace.checkpoint.run.save_values import LastSave, Member, RunState, Save
 from millrace.checkpoint.run.saving import ProgressMeter, SaveResult
 from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
 from millrace.checkpoint.run.timeline import Point, next_revision, timeline
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import StoredManifest
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.bases import Base, StoredBase, check_files, find_damage
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base
 from millrace.checkpoint.writing.packing import discard

@@ -21,10 +21,10 @@ from millrace.checkpoint.run.peers import ClusterAccess, Peers
 from millrace.checkpoint.run.run_info import CheckpointInfo, directory_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run, parse_name
 from millrace.checkpoint.run.timeline import age_of, last_revisions
+from millrace.checkpoint.storage.base import CheckpointStorage, has_file
 from millrace.checkpoint.storage.layered import LayeredStorage, missing_files
 from millrace.checkpoint.storage.manifests import StoredManifest
 from millrace.checkpoint.storage.replicating import publish_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage, has_file
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,

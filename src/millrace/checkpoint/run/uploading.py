@@ -21,9 +21,9 @@ from millrace.checkpoint.run.save_values import Member, Written
 from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
 from millrace.checkpoint.run.timeline import age_of
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import StoredManifest, load_manifest
 from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint, publish_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.packing import discard
 from millrace.errors import (
     BaseGoneError,

@@ -5,6 +5,6 @@ Key terms:
 - tier: one of several storages with copies of the same checkpoint, the nearest first.
 - orphan: a data file of a killed or failed save, which no manifest lists.
 
-Start reading in `storage.py` (the protocol and both storages), then `manifests.py` (reading a manifest) and `fetching.py`
-(reading chunks). `layered.py` reads from tiers, `replicating.py` copies between them.
+Start reading in `base.py` (the protocol) and `storage.py` (local directories), then `manifests.py` (reading a manifest)
+and `fetching.py` (reading chunks). `layered.py` reads from tiers, `replicating.py` copies between them.
 """

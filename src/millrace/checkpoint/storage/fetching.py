@@ -17,8 +17,8 @@ from millrace.checkpoint.format.manifest import Manifest
 from millrace.checkpoint.format.slices import ReadRange, Runs, scatter_chunk
 from millrace.checkpoint.format.tables import ReadGroup, chain, plan_reads
 from millrace.checkpoint.format.transforms import Transforms
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile
 from millrace.checkpoint.storage.manifests import stat_data_file
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.errors import CorruptCheckpointError
 from millrace.runtime.memory import Memory
 from millrace.runtime.pipeline import collection_paused, run_in_order

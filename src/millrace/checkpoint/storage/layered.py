@@ -14,8 +14,8 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.codec.chunks import checksum
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile
 from millrace.checkpoint.storage.manifests import StoredManifest, check_size
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

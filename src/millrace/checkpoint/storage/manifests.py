@@ -20,7 +20,7 @@ from millrace.checkpoint.format.manifest import (
     Manifest,
     decode_manifest,
 )
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile, has_file
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile, has_file
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.storage.storage import StoredFile
+from millrace.checkpoint.storage.base import StoredFile
 from millrace.errors import (
     DiskFullError,
     ObjectExistsError,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.layered import StoredChunks, missing_files
 from millrace.checkpoint.storage.manifests import StoredManifest, stat_data_file
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

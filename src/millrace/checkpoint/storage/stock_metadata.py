@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import STOCK_METADATA_NAME, CheckpointSummary
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedObjectError
 
 # The data files of torch's writer. Other files in the metadata must not be removed.

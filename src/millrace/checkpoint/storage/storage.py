@@ -1,4 +1,4 @@
-"""The storage of one checkpoint: a local directory, or a prefix of an object store behind `millrace.origin`.
+"""Opens the storage of one checkpoint, and stores checkpoints in local directories: `LocalStorage`, `LocalWriter`.
 
 File names are relative to the checkpoint. `../sibling/name` is a file of a sibling checkpoint, for reading only. A file
 becomes visible under its name only when it is complete and durable.
@@ -11,21 +11,20 @@ import ctypes
 import errno
 import fcntl
 import os
-import posixpath
 import re
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from typing_extensions import Buffer
 
 from millrace.checkpoint.arguments import ReadThroughMode, mapping, path_text, read_through_mode
-from millrace.cluster.read_through import ReadThrough
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile, contains
+from millrace.checkpoint.storage.object_storage import ObjectStorage, cached_reads
 from millrace.config import absolute_path
 from millrace.errors import (
     ChangedError,
@@ -37,105 +36,24 @@ from millrace.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     OutcomeUnknownError,
-    RetryableError,
     StorageError,
 )
-from millrace.origin import ObjectInfo, ObjectWriter, Origin, Readable, origin_for_url, service_of, split_url
+from millrace.origin import Readable, origin_for_url, service_of, split_url
 from millrace.runtime.pipeline import ThreadPool
 
 # A file is written to the disk in blocks of this size. Larger ones are not faster.
 BLOCK_BYTES = 4 << 20
-# Blocks of a file in memory: one is filled while others wait for the disk.
-_BLOCKS = 4
+# Blocks, or syncs, for which a file may wait. With the block that is filled, they are the memory of a file.
+_MOST_PENDING = 3
 # Direct writes begin and end at multiples of this, in memory and in the file. Devices with larger sectors are rare.
 _ALIGNMENT = 4096
-# Where direct writes are impossible, the page cache is synced after this many bytes, so that the last fsync is short.
+# The page cache is synced after this many bytes, so that the disk works meanwhile and the last fsync is short.
 _SYNC_BYTES = 32 << 20
-# Attempts of a conditional PUT without a response while the object is missing. The client retries each attempt as well.
-_PUBLISH_ATTEMPTS = 3
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of file systems without hard links: FAT, and some in user space.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK})
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
-_EXACT_VERSIONS = frozenset({"s3", "az", "gs", "hf"})
-# Data files, whose names are unique to a save. Manifests and metadata are read from the storage.
-_DATA_FILE = re.compile(r"(?:^|/)(?:data-[^/]*\.millrace|[^/]*\.(?:distcp|safetensors))$")
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """One version of one file. `version` is opaque and pins later reads. `size` in bytes.
-
-    `modified` in Unix seconds, by the clock of the storage.
-    """
-
-    name: str
-    size: int
-    version: str
-    modified: float
-
-
-class CheckpointStorage(Protocol):
-    """The directory of one checkpoint. Thread-safe. Raises only `millrace.errors`."""
-
-    @property
-    def url(self) -> str:
-        """The URL or path of the directory, without secrets."""
-        ...
-
-    def prepare(self) -> None:
-        """Create the directory if necessary."""
-        ...
-
-    def open_writer(self, name: str) -> ObjectWriter:
-        """Write a new file as a stream. `close` makes it durable, then visible. `abort` leaves no file."""
-        ...
-
-    def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
-        """Make a small file durable and visible in one atomic step.
-
-        Without `replace`, raises `ObjectExistsError` when the file exists with other bytes. Raises `OutcomeUnknownError`
-        when the result of the request is unknown: the file may exist, or appear later.
-        """
-        ...
-
-    def stat(self, name: str) -> StoredFile:
-        """Describe a file. Raises `ObjectNotFoundError`."""
-        ...
-
-    def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
-        """Return the bytes `[start, stop)` of this version of the file."""
-        ...
-
-    def names(self) -> Sequence[str]:
-        """The names of the files in the directory. Empty when it does not exist."""
-        ...
-
-    def files(self) -> Sequence[StoredFile]:
-        """The files in the directory. Empty when it does not exist."""
-        ...
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Remove files. Missing files are not an error."""
-        ...
-
-
-def has_file(storage: CheckpointStorage, name: str) -> bool:
-    """Whether a file exists. Raises the errors of the storage."""
-    try:
-        storage.stat(name)
-    except MissingError:
-        return False
-    return True
-
-
-def _contains(storage: CheckpointStorage, name: str, data: Buffer) -> bool:
-    """Whether the file `name` contains exactly `data`."""
-    file = storage.stat(name)
-    if file.size != memoryview(data).nbytes:
-        return False
-    return memoryview(storage.read(file, 0, file.size)).cast("B") == memoryview(data).cast("B")
 
 
 def can_open_storage(location: str | os.PathLike[str]) -> bool:
@@ -195,111 +113,6 @@ def open_storage(
     return ObjectStorage(url, opened, key, cached_reads(opened, read_through))
 
 
-def cached_reads(origin: Origin, mode: ReadThroughMode) -> ReadThrough | None:
-    """Reads data files of one checkpoint through the cache of a cluster. None for the mode `"none"`.
-
-    With `"auto"` it has an effect for object stores only: other storages have no exact versions.
-    """
-    if mode == "none" or (mode == "auto" and origin.identity.partition("+")[0] not in _EXACT_VERSIONS):
-        return None
-    return ReadThrough(origin, required=mode == "cluster")
-
-
-# --- object store ---------------------------------------------------------------------------------
-
-
-class ObjectStorage:
-    """A prefix of an object store. Reading needs a `Readable`. Writing and listing need an `Origin`.
-
-    `cached` reads data files, and drops those that are deleted.
-    """
-
-    def __init__(self, url: str, origin: Readable, prefix: str, cached: ReadThrough | None = None) -> None:
-        self._url = url.rstrip("/")
-        self._origin = origin
-        self._prefix = prefix.rstrip("/")
-        self._cached = cached
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    def prepare(self) -> None:
-        self._whole()
-
-    def open_writer(self, name: str) -> ObjectWriter:
-        return self._whole().open_writer(self._key(name))
-
-    def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
-        # The response to a PUT can get lost after the store has written the object. A retry of a conditional PUT is then
-        # refused. So read the object back and compare it. `data` is unique to this save.
-        for attempt in range(1, _PUBLISH_ATTEMPTS + 1):
-            try:
-                self._whole().put(self._key(name), data, if_absent=not replace)
-                return
-            except ObjectExistsError:
-                if self._holds(name, data):
-                    return
-                raise
-            except RetryableError as error:
-                if self._holds(name, data, lost=error):
-                    return
-                if replace or attempt == _PUBLISH_ATTEMPTS:
-                    raise self._unknown(name, error) from error
-
-    def stat(self, name: str) -> StoredFile:
-        return self._describe(name, self._origin.head(self._key(name)))
-
-    def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
-        key = self._key(file.name)
-        if self._cached is not None and _DATA_FILE.search(key):
-            return self._cached.read(ObjectInfo(key, file.size, file.version, file.modified), start, stop)
-        return self._origin.read(key, start, stop, version=file.version)
-
-    def names(self) -> Sequence[str]:
-        return [file.name for file in self.files()]
-
-    def files(self) -> Sequence[StoredFile]:
-        objects = self._whole().list_level(self._prefix).objects
-        return [self._describe(posixpath.basename(info.key), info) for info in objects]
-
-    def delete(self, names: Sequence[str]) -> None:
-        keys = [self._key(name) for name in names]
-        self._whole().delete(keys)
-        files = [key for key in keys if _DATA_FILE.search(key)]
-        if self._cached is not None and files:
-            self._cached.drop(files)
-
-    def _holds(self, name: str, data: Buffer, lost: RetryableError | None = None) -> bool:
-        """Whether the file `name` contains exactly `data`. `lost` is the error of a PUT without response."""
-        try:
-            return _contains(self, name, data)
-        except (MissingError, ChangedError):
-            return False
-        except RetryableError as error:
-            raise self._unknown(name, lost or error) from (lost or error)
-
-    def _unknown(self, name: str, cause: RetryableError) -> OutcomeUnknownError:
-        return OutcomeUnknownError(
-            f"{name}: unknown whether it was written ({cause.message})",
-            next_step="check the file when the storage responds again, and save again",
-        )
-
-    @staticmethod
-    def _describe(name: str, info: ObjectInfo) -> StoredFile:
-        return StoredFile(name, info.size, info.version, info.modified)
-
-    def _key(self, name: str) -> str:
-        if name.startswith("../"):
-            return posixpath.join(posixpath.dirname(self._prefix), name[3:])
-        return f"{self._prefix}/{name}"
-
-    def _whole(self) -> Origin:
-        if not isinstance(self._origin, Origin):
-            raise ConfigurationError(f"{self._origin.identity} can only be read", next_step="write without `origin=`")
-        return self._origin
-
-
 # --- local directory ------------------------------------------------------------------------------
 
 
@@ -347,7 +160,7 @@ class LocalStorage:
 
     def _may_contain(self, name: str, data: Buffer) -> bool:
         try:
-            return _contains(self, name, data)
+            return contains(self, name, data)
         except MissingError:
             return False
         except MillraceError:
@@ -513,25 +326,34 @@ class LocalWriter:
 
 
 class _DiskWriter:
-    """Writes a file from its beginning to the disk, in a thread, past the page cache (`O_DIRECT`).
+    """Writes a file from its beginning to the disk, in a thread, while the caller produces the next bytes. Not thread-safe.
 
-    Through the page cache, the kernel copies each byte, which takes .3 CPU-s per GB, or 2.5 in a virtual machine whose host
-    must first provide the pages, and other cached files are evicted. Not thread-safe.
+    On a block device blocks are written past the page cache (`O_DIRECT`). Through it, the kernel copies each byte, which
+    takes .3 CPU-s per GB, or 2.5 in a virtual machine whose host must first provide the pages, and evicts other files. Other
+    file systems, such as NFS, write through the page cache, which is synced at intervals.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.written = (0, 0.0)
         """Bytes on the disk, and the seconds of writing them."""
-        self._pool = ThreadPool(self._write_block, 1)
+        self._pool = ThreadPool(self._work, 1)
         self._pending: deque[Any] = deque()
+        # File systems without a device of their own have the major number 0.
+        self._in_blocks = os.major(os.fstat(descriptor).st_dev) != 0
         self._block: Any = None
-        self._filled = self._position = 0
-        self._is_direct = False
+        self._filled = self._position = self._synced = 0
 
     def write(self, view: memoryview) -> None:
-        """Append bytes. Waits for the disk while all blocks are in use. Raises the error of an earlier block."""
+        """Append bytes. Waits for the disk if it is far behind. Raises the error of earlier bytes."""
         rest = np.frombuffer(view, dtype=np.uint8)
+        if not self._in_blocks:
+            self._write_at(rest, self._position)
+            self._position += rest.size
+            if self._position - self._synced >= _SYNC_BYTES:
+                self._submit(None)
+                self._synced = self._position
+            return
         while rest.size:
             if self._block is None:
                 self._block, self._filled = self._free_block(), 0
@@ -541,8 +363,9 @@ class _DiskWriter:
             rest = rest[part.size :]
             if self._filled == BLOCK_BYTES:
                 if self._position == 0:
-                    self._is_direct = self._set_direct(True)
+                    self._set_direct(True)
                 self._submit(self._block)
+                self._position += BLOCK_BYTES
                 self._block, self._filled = None, 0
 
     def finish(self) -> None:
@@ -551,6 +374,7 @@ class _DiskWriter:
         aligned = self._filled - self._filled % _ALIGNMENT if self._position else 0
         if aligned:
             self._submit(self._block[:aligned])
+            self._position += aligned
         while self._pending:
             self._pending.popleft().result()
         if self._filled > aligned:
@@ -560,51 +384,56 @@ class _DiskWriter:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread. Blocks that it has not begun are dropped. Idempotent."""
+        """End the thread. Work that it has not begun is dropped. Idempotent."""
         while self._pending:
             self._pending.popleft().is_cancelled = True
         self._pool.close()
         self._block = None
 
     def _free_block(self) -> Any:
-        if len(self._pending) == _BLOCKS - 1:
+        if len(self._pending) == _MOST_PENDING:
             return self._pending.popleft().result()
         memory = np.empty(BLOCK_BYTES + _ALIGNMENT, dtype=np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + BLOCK_BYTES]
 
     def _submit(self, block: Any) -> None:
+        if len(self._pending) == _MOST_PENDING:
+            self._pending.popleft().result()
         self._pending.append(self._pool.submit((block, self._position)))
-        self._position += block.size
 
-    def _write_block(self, job: tuple[Any, int]) -> Any:
+    def _work(self, job: tuple[Any, int]) -> Any:
+        """Write a block at a position, or sync what is before it. Returns the block, which can be filled again."""
         block, position = job
         began = time.monotonic()
+        if block is None:
+            os.fdatasync(self._descriptor)
+        else:
+            self._write_block(block, position)
+            position += block.size
+        self.written = (position, self.written[1] + time.monotonic() - began)
+        return block
+
+    def _write_block(self, block: Any, position: int) -> None:
         try:
             self._write_at(block, position)
         except OSError as error:
-            if not (self._is_direct and error.errno == errno.EINVAL):
+            # Some file systems accept the flag, but not the write.
+            if error.errno != errno.EINVAL:
                 raise
-            self._is_direct = not self._set_direct(False)  # the file system accepts the flag, but not the write
+            self._set_direct(False)
             self._write_at(block, position)
-        if not self._is_direct and position % _SYNC_BYTES == 0:
-            os.fdatasync(self._descriptor)
-        self.written = (position + block.size, self.written[1] + time.monotonic() - began)
-        return block
 
     def _write_at(self, data: Any, position: int) -> None:
         done = 0
         while done < data.size:
             done += os.pwrite(self._descriptor, data[done:], position + done)
 
-    def _set_direct(self, value: bool) -> bool:
-        """Turn direct writes on or off. Returns whether the file system allows it."""
+    def _set_direct(self, value: bool) -> None:
+        """Turn direct writes on, if the file system supports them, or off."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        try:
+        with contextlib.suppress(OSError):
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if value else flags & ~os.O_DIRECT)
-        except OSError:
-            return False
-        return True
 
 
 def _describe(name: str, info: os.stat_result) -> StoredFile:

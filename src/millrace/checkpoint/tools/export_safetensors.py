@@ -19,7 +19,7 @@ from millrace.checkpoint.format.safetensors import (
     split_files,
 )
 from millrace.checkpoint.reading.contents import Bytes, Contents, pieces, stream, whole
-from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.tools.export_targets import DirectoryTarget, FileStream, FileTarget
 from millrace.checkpoint.writing.packing import discard
 from millrace.errors import ObjectExistsError, UsageError

@@ -15,8 +15,9 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.run_layout import open_run
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import is_left_behind
-from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, LocalWriter
+from millrace.checkpoint.storage.storage import LocalStorage, LocalWriter
 from millrace.config import absolute_path
 from millrace.errors import ConfigurationError, IsDirectoryError, MissingError, ObjectExistsError, UsageError
 from millrace.origin import ObjectWriter, origin_for_url, service_of, split_url

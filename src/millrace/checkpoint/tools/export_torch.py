@@ -22,9 +22,9 @@ from millrace.checkpoint.format.manifest import WrappedEntry
 from millrace.checkpoint.reading.contents import Box, Bytes, Contents, stream, whole
 from millrace.checkpoint.state.tensors import check_blob, copy_bits, torch_dtype
 from millrace.checkpoint.state.wrappers import decode_recipe, empty_leaf
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import STOCK_METADATA_NAME, read_stock_metadata
 from millrace.checkpoint.storage.stock_metadata import stock_files
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.tools.export_targets import DirectoryTarget, FileStream, FileTarget
 from millrace.checkpoint.writing.packing import discard
 from millrace.errors import CorruptCheckpointError, MillraceError, MissingError, UnsupportedObjectError

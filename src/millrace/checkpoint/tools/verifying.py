@@ -21,8 +21,9 @@ from millrace.checkpoint.format.inventory import item_keys, item_spans
 from millrace.checkpoint.format.manifest import Manifest
 from millrace.checkpoint.format.tables import MAX_BASES, NO_BASE, Table, read_ranges
 from millrace.checkpoint.format.transforms import Transforms, transforms_for
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile
 from millrace.checkpoint.storage.manifests import manifest_name, rank_of_manifest, read_newest, read_stock_metadata
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile, open_storage
+from millrace.checkpoint.storage.storage import open_storage
 from millrace.checkpoint.tools import WorkProgress
 from millrace.errors import (
     ChangedError,

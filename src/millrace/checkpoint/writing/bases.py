@@ -18,9 +18,9 @@ from millrace.checkpoint.format.manifest import DataFile, Manifest
 from millrace.checkpoint.format.slices import ReadRange, coalesce
 from millrace.checkpoint.format.tables import Table
 from millrace.checkpoint.format.transforms import transforms_for
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.fetching import ChunkFetcher
 from millrace.checkpoint.storage.manifests import read_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.delta import ChunkKey
 from millrace.errors import BaseGoneError, MillraceError, MissingError
 from millrace.runtime.memory import Memory

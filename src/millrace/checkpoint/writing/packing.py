@@ -34,7 +34,7 @@ from millrace.checkpoint.format.tables import (
     restore_bytes,
 )
 from millrace.checkpoint.format.transforms import Transforms
-from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.writing.bases import Base, ItemKey
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT, ChunkKey, sample, worth_a_delta
 from millrace.errors import CorruptCheckpointError, MillraceError, UsageError

@@ -18,8 +18,9 @@ from millrace.checkpoint.codec.registry import Compression, schedule_for
 from millrace.checkpoint.format.manifest import DataFile, Manifest, encode_manifest
 from millrace.checkpoint.format.tables import chunk_table
 from millrace.checkpoint.format.transforms import Transforms
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import manifest_name, read_manifest, refuse_existing, sweep
-from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.storage.storage import open_storage
 from millrace.checkpoint.writing.assembly import Described, Places, build_manifest, written_files
 from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, Place, check_files
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT

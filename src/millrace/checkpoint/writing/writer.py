@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from millrace.checkpoint.arguments import path_text
 from millrace.checkpoint.codec.registry import Compression
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import (
     read_stock_metadata,
     refuse_existing,
@@ -28,7 +29,7 @@ from millrace.checkpoint.storage.manifests import (
     stock_metadata_name,
 )
 from millrace.checkpoint.storage.stock_metadata import stock_files
-from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage
+from millrace.checkpoint.storage.storage import can_open_storage
 from millrace.checkpoint.writing.bases import Base, ItemKey
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
 from millrace.checkpoint.writing.packing import ItemSource, StoredWrapper, WrapperParts, discard

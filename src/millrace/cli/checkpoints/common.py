@@ -96,8 +96,9 @@ def options_of(url: str, endpoint_url: str | None) -> dict[str, Any] | None:
 def is_checkpoint(url: str, options: dict[str, Any] | None) -> bool:
     """Whether `url` is one checkpoint, complete or not, and not a run."""
     from millrace.checkpoint.run.run_layout import parse_name
+    from millrace.checkpoint.storage.base import has_file
     from millrace.checkpoint.storage.manifests import STOCK_METADATA_NAME, manifest_name
-    from millrace.checkpoint.storage.storage import has_file, open_storage
+    from millrace.checkpoint.storage.storage import open_storage
 
     storage = open_storage(url, options)
     if parse_name(url.rstrip("/").rpartition("/")[2]):
@@ -158,7 +159,8 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
     from millrace.checkpoint.format.safetensors import INDEX_NAME, SINGLE_NAME
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import newest_first
-    from millrace.checkpoint.storage.storage import has_file, open_storage
+    from millrace.checkpoint.storage.base import has_file
+    from millrace.checkpoint.storage.storage import open_storage
 
     options = options_of(url, endpoint_url)
     if is_checkpoint(url, options):

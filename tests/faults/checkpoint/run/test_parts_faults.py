@@ -32,9 +32,9 @@ from millrace.checkpoint.run.timeline import timeline
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.checkpoint.state.staging import StateStager
 from millrace.checkpoint.storage import storage as storages
+from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile
 from millrace.checkpoint.storage.manifests import StoredManifest
 from millrace.checkpoint.storage.replicating import publish_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.errors import (
     BaseGoneError,
     CorruptCheckpointError,

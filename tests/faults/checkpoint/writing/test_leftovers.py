@@ -11,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
+from millrace.checkpoint.storage.base import StoredFile
 from millrace.checkpoint.storage.manifests import ORPHAN_SECONDS, find_orphans, old_before
-from millrace.checkpoint.storage.storage import LocalStorage, StoredFile
+from millrace.checkpoint.storage.storage import LocalStorage
 from millrace.checkpoint.writing import packing as packing_module
 from millrace.checkpoint.writing import rank_writer
 from millrace.errors import CheckpointNotFoundError, OutcomeUnknownError, StorageError, UsageError

@@ -17,7 +17,7 @@ from millrace.checkpoint import CheckpointManager, CheckpointReader, CheckpointW
 from millrace.checkpoint.run.claims import Claim, dead_saves
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.run_layout import Run, _ObjectPlace, checkpoint_name, open_run
-from millrace.checkpoint.storage.storage import ObjectStorage
+from millrace.checkpoint.storage.object_storage import ObjectStorage
 from millrace.errors import ObjectNotFoundError, RunTakenError
 from millrace.origin.object_store import ObjectStoreOrigin
 from millrace.testing.region import EmulatedRegion

@@ -20,10 +20,10 @@ from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.run.run_layout import checkpoint_name
 from millrace.checkpoint.run.tiers import Tiers, open_tiers, pending_uploads
 from millrace.checkpoint.storage import replicating
+from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.layered import missing_files
 from millrace.checkpoint.storage.manifests import read_manifest
 from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint
-from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

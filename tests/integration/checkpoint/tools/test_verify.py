@@ -23,8 +23,9 @@ from typing_extensions import Buffer
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.codec.chunks import checksum
 from millrace.checkpoint.format.manifest import decode_manifest, encode_manifest
+from millrace.checkpoint.storage.base import StoredFile
 from millrace.checkpoint.storage.manifests import read_manifest
-from millrace.checkpoint.storage.storage import LocalStorage, StoredFile, open_storage
+from millrace.checkpoint.storage.storage import LocalStorage, open_storage
 from millrace.checkpoint.tools import verifying
 from millrace.checkpoint.tools.verifying import verify_checkpoint
 from millrace.errors import (

@@ -22,7 +22,7 @@ from millrace.checkpoint.run.claims import Claim, ClaimRecord, dead_saves
 from millrace.checkpoint.run.processes import Process, state_of, this_process
 from millrace.checkpoint.run.run_layout import Run, _ObjectPlace, checkpoint_name, open_run
 from millrace.checkpoint.state.tensors import _SAFE_GLOBALS_LOCK, check_blob
-from millrace.checkpoint.storage.storage import ObjectStorage
+from millrace.checkpoint.storage.object_storage import ObjectStorage
 from millrace.errors import OriginUnavailableError, RunTakenError, StorageError, UsageError
 from millrace.events import add_hook
 from millrace.origin import open_origin

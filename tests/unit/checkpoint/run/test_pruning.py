@@ -26,8 +26,9 @@ from millrace.checkpoint.run.processes import this_process
 from millrace.checkpoint.run.prune_plan import IN_FLIGHT_SECONDS, Note, plan_work
 from millrace.checkpoint.run.retention import KeepAll
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, RunListing, checkpoint_name
+from millrace.checkpoint.storage.base import StoredFile
 from millrace.checkpoint.storage.manifests import read_manifest
-from millrace.checkpoint.storage.storage import LocalStorage, StoredFile
+from millrace.checkpoint.storage.storage import LocalStorage
 from millrace.errors import (
     ChangedError,
     CheckpointNotFoundError,

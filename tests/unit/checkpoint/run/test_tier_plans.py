@@ -22,9 +22,10 @@ from millrace.checkpoint.run.tiers import (
     run_directory,
 )
 from millrace.checkpoint.run.timeline import timeline
+from millrace.checkpoint.storage.base import StoredFile
 from millrace.checkpoint.storage.manifests import read_manifest
 from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint
-from millrace.checkpoint.storage.storage import LocalStorage, StoredFile
+from millrace.checkpoint.storage.storage import LocalStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,

@@ -21,10 +21,12 @@ from tests.support.checkpoints import (
 from tests.support.harms import flip
 
 from millrace.checkpoint.storage import replicating
+from millrace.checkpoint.storage.base import StoredFile
 from millrace.checkpoint.storage.layered import LayeredStorage, StoredChunks, missing_files
 from millrace.checkpoint.storage.manifests import StoredManifest, read_manifest
+from millrace.checkpoint.storage.object_storage import ObjectStorage
 from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint, publish_manifest
-from millrace.checkpoint.storage.storage import LocalStorage, ObjectStorage, StoredFile
+from millrace.checkpoint.storage.storage import LocalStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
