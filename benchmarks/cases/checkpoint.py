@@ -19,8 +19,8 @@ def prepare(options: Options) -> Iterator[Prepared]:
         expected=expected_of(file),
         notes=(
             f"{sizes_of(file)}. {about}",
-            "All files are synced to the same disk before a save counts as done; a load finds them in the page cache, "
-            "and what it gives is compared bit for bit.",
+            "All files are synced to the same disk before a save counts as done. A load finds them in the page cache, into "
+            "which they are read before, or, 'from the disk', not; what it returns is compared bit for bit.",
             "Each content is saved to a new directory, then twice more to the same one; the last save is measured as well. "
             "In a virtual machine, memory that the host has not given yet costs up to 2 CPU-s per GB when the page cache "
             "uses it first, which favours small checkpoints in new directories.",
