@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
+from unittest import mock
 
 import psutil
 
 _ATTEMPTS = 3
 
 
-def start_ray(**options: Any) -> None:
-    """`ray.init`, again where it fails: it waits for its raylet for half a minute, too short on a very busy machine."""
+@contextmanager
+def without_monitors() -> Iterator[None]:
+    """Nodes that start here have no dashboard server, log monitor or autoscaler.
+
+    The tests use none of them, and together they take two seconds of CPU time. Ray has no options for `ray.init` that
+    leave them out: even without the dashboard, its server runs.
+    """
+    from ray._private.node import Node
+
+    with ExitStack() as patches:
+        for start in ("start_api_server", "start_log_monitor", "start_monitor"):
+            patches.enter_context(mock.patch.object(Node, start, _start_nothing))
+        yield
+
+
+def start_ray(*, monitors: bool = False, **options: Any) -> None:
+    """`ray.init`, again where it fails: it waits for its raylet for half a minute, too short on a very busy machine.
+
+    With `monitors`, all processes of Ray run: see `without_monitors`.
+    """
     import ray
 
     for attempt in range(1, _ATTEMPTS + 1):
         before = set(psutil.Process().children(recursive=True))
         try:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", **options)
+            with nullcontext() if monitors else without_monitors():
+                ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", **options)
         except Exception:
             ray.shutdown()
             # What has started so far would stay until this process ends.
@@ -28,3 +49,7 @@ def start_ray(**options: Any) -> None:
                 raise
         else:
             return
+
+
+def _start_nothing(*_: Any, **__: Any) -> None:
+    pass

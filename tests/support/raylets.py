@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.ray_sessions import without_monitors
+
 import millrace
 from millrace.cache.counters import totals
 from millrace.cache.node import store_directory
@@ -47,7 +49,8 @@ class Raylets:
         try:
             self._cluster = Cluster()
             self._nodes = {}
-            self.head = self.add()
+            with without_monitors():
+                self.head = self.add()
         finally:
             ray._private.utils.write_ray_address = write
 

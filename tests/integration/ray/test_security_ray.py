@@ -32,7 +32,7 @@ pytestmark = [
 def session() -> Iterator[Path]:
     """The folder of a Ray session of the test's own: short, since sockets are in it."""
     folder = Path(tempfile.mkdtemp(prefix="r"))
-    start_ray(num_cpus=2, _temp_dir=str(folder))
+    start_ray(monitors=True, num_cpus=2, _temp_dir=str(folder))  # their logs are searched, too
     yield folder
     close_all()
     ray.shutdown()
