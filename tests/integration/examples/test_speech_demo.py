@@ -61,6 +61,8 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as short:
         # Every process that the demo starts inherits it, and is found by it.
         monkeypatch.setenv("TESTED_DEMO_MARK", f"{short}/demo")
+        # Ray Train runs all in processes with an environment of its own: Ray's first ones would start in vain.
+        monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
         yield Path(short, "demo")
 
 

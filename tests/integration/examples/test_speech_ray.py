@@ -50,6 +50,8 @@ def cluster() -> Iterator[None]:
     on_interrupt = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        # Ray Train runs all in processes with an environment of its own: Ray's first ones would start in vain.
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
         # Its processes inherit the environment, and find the example by the path.
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[3] / "examples" / "speech"))
         start_ray(num_cpus=3, object_store_memory=256 << 20, _node_ip_address="127.0.0.1")
