@@ -22,7 +22,7 @@ from millrace.cache.eviction.usage import AccessRecord, group_of, is_checkpoint_
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
 from millrace.cache.metadata.sources import ORIGIN_METADATA, MetadataSource, UncachedMetadata
-from millrace.cache.reading.fetching import MakeSource, direct
+from millrace.cache.reading.fetching import DirectSource, MakeSource
 from millrace.cache.reading.locations import (
     FileLocation,
     Location,
@@ -73,7 +73,7 @@ class CacheNode:
         self,
         options: CacheOptions,
         *,
-        source: MakeSource = direct,
+        source: MakeSource = DirectSource,
         metadata_source: MetadataSource = ORIGIN_METADATA,
     ) -> None:
         self.options = options
@@ -279,13 +279,13 @@ class CacheNode:
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self.disk_of(name)
         if disk is None:
-            return OriginReader(source=make(origin, info, name, None), info=info, counters=None)
+            return OriginReader(source=make(origin, info, None), info=info, counters=None)
         disk.start_maintenance()
         for _ in range(2):
             try:
                 location = self._locate(origin, info, name, disk)
                 return CachedReader(
-                    source=make(origin, info, name, disk.counters),
+                    source=make(origin, info, disk.counters),
                     info=info,
                     location=location,
                     disk=disk,
@@ -303,14 +303,14 @@ class CacheNode:
                 self._failure = error
                 disk.report(error)
                 break
-        return OriginReader(source=make(origin, info, name, disk.counters), info=info, counters=disk.counters)
+        return OriginReader(source=make(origin, info, disk.counters), info=info, counters=disk.counters)
 
     def open_passing_reader(self, origin: Origin, info: ObjectInfo) -> OriginReader:
         """Random access to an object from the source of missing blocks. Nothing is stored on this node."""
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self.disk_of(name)
         counters = None if disk is None else disk.counters
-        return OriginReader(source=self._source(origin, info, name, counters), info=info, counters=counters)
+        return OriginReader(source=self._source(origin, info, counters), info=info, counters=counters)
 
     @staticmethod
     def _locate(origin: Origin, info: ObjectInfo, name: bytes, disk: Disk) -> Location:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cache.node import CacheNode, cache_node, store_directory
-from millrace.cache.reading.fetching import direct
+from millrace.cache.reading.fetching import DirectSource
 from millrace.cluster.node_starter import node_starter
 from millrace.config import BY_RAY, LOCAL_FOLDER, CacheOptions, is_in_ray
 from millrace.errors import ConfigurationError, MillraceError, MissingDependencyError, OriginUnavailableError
@@ -288,7 +288,7 @@ class _Attachment:
         node = cache_node(options)
         node.apply_limits()
         if link is None:
-            node.connect(source=direct, reopen=reopen)
+            node.connect(source=DirectSource, reopen=reopen)
         else:
             with importing():
                 from millrace.cluster.listings import ClusterListings

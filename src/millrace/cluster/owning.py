@@ -211,8 +211,8 @@ class OwnedBlocks:
             origin, info, threads=CALLERS_THREAD, source=source or self._relay, for_peers=True
         )
 
-    def _relay(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
-        return _RelaySource(self._node.source(origin, info, object_id, counters), counters)
+    def _relay(self, origin: Origin, info: ObjectInfo, counters: Counters | None) -> Source:
+        return _RelaySource(self._node.source(origin, info, counters), counters)
 
 
 @dataclass(frozen=True, slots=True)

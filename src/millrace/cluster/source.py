@@ -103,7 +103,7 @@ class ClusterSources:
     cluster: Cluster
     serving: bool = False
 
-    def __call__(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
+    def __call__(self, origin: Origin, info: ObjectInfo, counters: Counters | None) -> Source:
         if origin.head_is_local:
             # Local files: on another machine the same name may be another file, and peers are not faster.
             return DirectSource(origin, info, counters)

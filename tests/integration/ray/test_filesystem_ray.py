@@ -21,7 +21,7 @@ from tests.support.waiting import wait_until
 from tests.support.web_server import WebServer
 
 import millrace
-from millrace.cache.reading.fetching import direct
+from millrace.cache.reading.fetching import DirectSource
 from millrace.cluster.membership.ray_actor import find_origin
 from millrace.cluster.membership.ray_control import ControlPlane
 from millrace.cluster.membership.ray_records import cluster_name
@@ -188,9 +188,9 @@ def test_reads_on_the_only_ray_node_do_not_wait_for_its_actor(
         assert fs.cat_file(keys[0]) == keys[0].encode() * 100
         second = millrace.filesystem("http", cache_dir=s3_options["cache_dir"], min_free=0, consistency="immutable")
         assert second.node is fs.node
-        assert fs.node.source is direct
+        assert fs.node.source is DirectSource
         may_start.touch()
-        wait_until(lambda: fs.node.source is not direct, "the file system reads through the node")
+        wait_until(lambda: fs.node.source is not DirectSource, "the file system reads through the node")
     finally:
         set_node_starter(start)
     assert [fs.cat_file(key) for key in keys] == [key.encode() * 100 for key in keys]

@@ -15,7 +15,7 @@ from tests.support.origins import MemoryOrigin
 
 from millrace.cache.metadata.sources import ORIGIN_METADATA
 from millrace.cache.node import CacheNode, cache_node, close_nodes
-from millrace.cache.reading.fetching import direct
+from millrace.cache.reading.fetching import DirectSource
 from millrace.cluster import attach
 from millrace.cluster.attach import Attached, close_all, link_for
 from millrace.cluster.cluster import Cluster
@@ -115,7 +115,7 @@ def test_node_without_a_cluster_reads_the_origin(options: Options, members: str)
     alone = options(members=members)
     assert link_for(alone) is None
     assert node_for(alone, MemoryOrigin()) is cache_node(alone)
-    assert (node_for(alone).source, node_for(alone).metadata_source) == (direct, ORIGIN_METADATA)
+    assert (node_for(alone).source, node_for(alone).metadata_source) == (DirectSource, ORIGIN_METADATA)
 
 
 def test_process_without_a_cluster_imports_nothing_of_it(options: Options, tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_forked_child_in_ray_uses_a_node_that_starts_later(
 ) -> None:
     monkeypatch.setattr(attach, "is_in_ray", lambda: True)
     monkeypatch.setattr(attach, "_process", attach._Process(parents={}))
-    assert node_for(options()).source is direct
+    assert node_for(options()).source is DirectSource
     node(members="auto")
     passing(attach._ALIVE_SECONDS + 0.1)
     assert isinstance(node_for(options()).source, ClusterSources)
@@ -515,7 +515,7 @@ def test_origin_introduced_during_a_search_reaches_the_cluster(
     monkeypatch.setattr(attach, "is_in_ray", lambda: True)
     monkeypatch.setattr(attach, "_process", attach._Process(parents={}))
     first, late = MemoryOrigin(), MemoryOrigin("late")
-    assert node_for(options(), first).source is direct
+    assert node_for(options(), first).source is DirectSource
     node(members="auto")
     introduced: list[list[str]] = []
 
@@ -538,11 +538,11 @@ def test_process_searches_where_another_node_claimed_its_folder(
     monkeypatch.setattr(attach, "_start_without_waiting", lambda *_: lambda: ours)
     searches: list[CacheOptions] = []
     monkeypatch.setattr(attach, "link_for", lambda options, *_: searches.append(options))
-    assert node_for(options()).source is direct
+    assert node_for(options()).source is DirectSource
     node(members="static://127.0.0.1:7002")
     passing(attach._LOOK_SECONDS + 0.1)
     assert searches == [options()]
-    assert node_for(options()).source is direct
+    assert node_for(options()).source is DirectSource
 
 
 def test_attachment_used_after_close_all_is_connected_again(options: Options) -> None:

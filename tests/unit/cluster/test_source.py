@@ -177,7 +177,7 @@ class Place:
     def read(self, start: int = 0, stop: int = SIZE, *, serving: bool = False) -> Fetched:
         assert self.cluster is not None
         make = ClusterSources(self.cluster, serving=serving)
-        return make(self.origin, self.info, self.object_id, self.counters).read(start, stop)
+        return make(self.origin, self.info, self.counters).read(start, stop)
 
     @contextmanager
     def impatient(self, *places: int) -> Iterator[None]:
@@ -648,7 +648,7 @@ def test_peer_of_another_version_is_skipped(place: Place) -> None:
 def test_local_files_are_read_from_the_origin(place: Place) -> None:
     cluster = place.start(honest)
     place.origin.head_is_local = True
-    assert isinstance(ClusterSources(cluster)(place.origin, place.info, place.object_id, None), DirectSource)
+    assert isinstance(ClusterSources(cluster)(place.origin, place.info, None), DirectSource)
 
 
 def test_read_over_stripes_uses_each_owner() -> None:
@@ -677,7 +677,7 @@ def test_read_over_stripes_uses_each_owner() -> None:
         for stripe in range(1, 6)
         if order(what.object_id(), stripe)[0] != order(what.object_id(), stripe - 1)[0]
     )
-    source = ClusterSources(cluster)(origin, info, what.object_id(), None)
+    source = ClusterSources(cluster)(origin, info, None)
     fetched = source.read(border - 1000, border + 1000)  # type: ignore[attr-defined]
     assert data_of(fetched) == bytes(origin.expected("bucket/large", border - 1000, border + 1000))
     before, after = (order(what.object_id(), border // STRIPE_BYTES + step)[0].id for step in (-1, 0))
@@ -696,7 +696,7 @@ def test_read_in_a_forked_child_succeeds(place: Place) -> None:
     assert cluster is not None
     pid = os.fork()
     if pid == 0:
-        source = ClusterSources(cluster)(place.origin, info, place.object_id, None)
+        source = ClusterSources(cluster)(place.origin, info, None)
         os._exit(0 if data_of(source.read(5, 500)) == DATA[5:500] and not place.origin.requests else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert data_of(place.read(7, 70)) == DATA[7:70]

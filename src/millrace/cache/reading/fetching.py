@@ -109,14 +109,8 @@ def lock_key(source: Source, object_id: bytes, block: int, start: int) -> int:
     return lock_number(object_id, block + _THROUGH_PEER if source.fetches_through_peer(start) else block)
 
 
-MakeSource = Callable[[Origin, ObjectInfo, bytes, Counters | None], Source]
-"""Makes the `Source` of an object version: its origin, description and id, and the counters to update (None: none)."""
-
-
-def direct(origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
-    """The `MakeSource` of a node without a cluster."""
-    del object_id
-    return DirectSource(origin, info, counters)
+MakeSource = Callable[[Origin, ObjectInfo, Counters | None], Source]
+"""Makes the `Source` of an object version: its origin and description, and the counters to update (None: none)."""
 
 
 # --- fetches ----------------------------------------------------------------------------------------

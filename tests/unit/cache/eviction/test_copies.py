@@ -46,7 +46,7 @@ class Placed:
         self.origin = origin
         self.of_others = set(of_others)
 
-    def source(self, origin: Origin, info: ObjectInfo, name: bytes, counters: Counters | None) -> "PlacedSource":
+    def source(self, origin: Origin, info: ObjectInfo, counters: Counters | None) -> "PlacedSource":
         return PlacedSource(self, DirectSource(origin, info, counters), info.key)
 
     def is_of_others(self, key: str) -> bool:
