@@ -77,8 +77,10 @@ class CacheNode:
         metadata_source: MetadataSource = ORIGIN_METADATA,
     ) -> None:
         self.options = options
-        self._source = source
-        self._metadata_source = metadata_source
+        self.source = source
+        """Makes the sources of missing blocks: the origin, or in a cluster its members."""
+        self.metadata_source = metadata_source
+        """Where metadata that is not cached or stale is requested."""
         self._reopen: Callable[[], CacheNode] = lambda: cache_node(options)
         self.closed = False
         self._failure: StorageError | None = None
@@ -151,19 +153,9 @@ class CacheNode:
 
         `reopen` returns this node in a forked child. Readers that are open keep their source.
         """
-        self._source, self._metadata_source = source, metadata_source
+        self.source, self.metadata_source = source, metadata_source
         if reopen is not None:
             self._reopen = reopen
-
-    @property
-    def source(self) -> MakeSource:
-        """Makes the sources of missing blocks: the origin, or in a cluster its members."""
-        return self._source
-
-    @property
-    def metadata_source(self) -> MetadataSource:
-        """Where metadata that is not cached or stale is requested."""
-        return self._metadata_source
 
     @property
     def metadata(self) -> MetadataCache | UncachedMetadata:
@@ -176,7 +168,7 @@ class CacheNode:
         # The same disk in all processes, also if their options name the directories in another order.
         disk = min(self.open_disks, key=lambda each: each.store.directory, default=None)
         if disk is None:
-            return UncachedMetadata(lambda: self._metadata_source), None
+            return UncachedMetadata(lambda: self.metadata_source), None
         return self._remember_on(disk, self.options.max_age_seconds), disk
 
     def _remember_on(self, disk: Disk, max_age_seconds: float, since: float = -math.inf) -> MetadataCache:
@@ -187,7 +179,7 @@ class CacheNode:
             since=since,
             on_changed=self.discard,
             report=disk.report,
-            source=lambda: self._metadata_source,
+            source=lambda: self.metadata_source,
             ahead=self._threads.ahead,
         )
 
@@ -275,7 +267,7 @@ class CacheNode:
         from the disk, as without the option `native`. `for_peers`: see `CachedReader`.
         Without a usable disk the bytes come from the origin.
         """
-        make = source or self._source
+        make = source or self.source
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self.disk_of(name)
         if disk is None:
@@ -310,7 +302,7 @@ class CacheNode:
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self.disk_of(name)
         counters = None if disk is None else disk.counters
-        return OriginReader(source=self._source(origin, info, counters), info=info, counters=counters)
+        return OriginReader(source=self.source(origin, info, counters), info=info, counters=counters)
 
     @staticmethod
     def _locate(origin: Origin, info: ObjectInfo, name: bytes, disk: Disk) -> Location:
