@@ -24,7 +24,7 @@ from tests.support.prometheus import find_prometheus
 from tests.support.seen_events import seen_events
 from tests.support.small_disks import small_disk
 
-from millrace.cache.node import close_nodes, nodes_are_open
+from millrace.cache.node import close_nodes
 from millrace.cluster.attach import close_all
 from millrace.errors import MissingDependencyError
 from millrace.events import Event
@@ -88,10 +88,9 @@ def _closed_caches(request: pytest.FixtureRequest) -> Iterator[None]:
     failed = request.session.testsfailed
     yield
     close_all()
-    if nodes_are_open():
-        if request.session.testsfailed > failed:
-            gc.collect()  # readers that a failed test left open still use the nodes
-        close_nodes()
+    if request.session.testsfailed > failed:
+        gc.collect()  # readers that a failed test left open still use the nodes
+    close_nodes()
 
 
 @pytest.fixture(scope="session")

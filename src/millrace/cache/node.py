@@ -469,11 +469,6 @@ def check_cache_dir(cache_dir: Path) -> None:
     check_directory(store_directory(cache_dir))
 
 
-def nodes_are_open() -> bool:
-    """Whether this process has any cache open."""
-    return bool(_process.nodes or _process.disks)
-
-
 def close_nodes() -> None:
     """Close every cache of this process; the next use opens them again. For tests."""
     with _process.lock:
