@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 _log = logging.getLogger("millrace.cache")
 
@@ -17,29 +17,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Threads(Protocol):
-    """The pools in which fetches run. Thread-safe; not usable after a fork."""
-
-    @property
-    def demand(self) -> Executor:
-        """For fetches that a caller waits for."""
-        ...
-
-    @property
-    def ahead(self) -> Executor:
-        """For prefetches, which may wait in the queue for long."""
-        ...
-
-    def pause(self, executor: Executor, seconds: float, work: Callable[[], None], refused: Callable[[], None]) -> bool:
-        """Run `work` in `executor` after a pause that takes none of its threads; or call `refused` if it is closed by then.
-
-        True: the pause is already over, and the caller continues by itself.
-        """
-        ...
-
-
 class Pools:
-    """The `Threads` of a node."""
+    """The pools in which a node fetches. Thread-safe; not usable after a fork.
+
+    `demand` is for fetches that a caller waits for, `ahead` for prefetches, which may wait in the queue for long.
+    """
 
     def __init__(self, *, demand: Executor, ahead: Executor) -> None:
         self.demand = demand
@@ -47,7 +29,10 @@ class Pools:
         self._pausing = _Pausing()
 
     def pause(self, executor: Executor, seconds: float, work: Callable[[], None], refused: Callable[[], None]) -> bool:
-        """See `Threads.pause`."""
+        """Run `work` in `executor` after a pause that takes none of its threads; or call `refused` if it is closed by then.
+
+        True: the pause is already over, and the caller continues by itself.
+        """
 
         def submit() -> None:
             try:
@@ -77,17 +62,18 @@ class _Inline(Executor):
 
 
 class CallersThread:
-    """The `Threads` of callers with their own threads: fetches and pauses run in the calling thread."""
+    """For callers with their own threads: fetches and pauses run in the calling thread. Used as `Pools`."""
 
     def __init__(self) -> None:
         self.demand: Executor = _Inline()
         self.ahead: Executor = self.demand
 
     def pause(self, executor: Executor, seconds: float, work: Callable[[], None], refused: Callable[[], None]) -> bool:
-        """See `Threads.pause`."""
         time.sleep(seconds)
         return True
 
+
+Threads = Pools | CallersThread
 
 CALLERS_THREAD = CallersThread()
 """One for all callers: it has no state."""
