@@ -70,7 +70,7 @@ class Fill:
         return span_of(piece.start, piece.stop, self.info.size, self._reader.block_bytes)
 
     def fetch(self, piece: range) -> FetchedPiece:
-        """Fetch a piece in this thread, or wait for the thread that fetches it. Raises the errors of `ObjectReader.read`."""
+        """Fetch a piece in this thread, or wait for the thread that fetches it. Raises the errors of `CachedReader.read`."""
         wanted = list(piece)
         bad = 0
         if self._verify:

@@ -49,7 +49,7 @@ class PageFetcher:
         """Fetch the missing pages of ascending byte ranges, or wait for the threads and processes that fetch them.
 
         Returns the bytes that were received meanwhile. All others are cached, unless they were removed since. Raises the
-        errors of `ObjectReader.read`.
+        errors of `CachedReader.read`.
         """
         pieces: Pieces = {}
         while gaps := self._gaps(spans, pieces, location):

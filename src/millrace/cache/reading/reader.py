@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from typing_extensions import Buffer
 
@@ -32,49 +31,8 @@ _log = logging.getLogger("millrace.cache")
 _NO_READS = ReadAhead()
 
 
-class ObjectReader(Protocol):
-    """Random access to one pinned version of one object. Thread-safe. Close it to release its descriptor.
-
-    Reads return the bytes of that version or raise: `ObjectChangedError` when a block is not cached and the origin has
-    another version by now, `OriginUnavailableError` when a block is not cached and the origin does not respond.
-    """
-
-    @property
-    def size(self) -> int:
-        """Bytes of the object."""
-        ...
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        ...
-
-    def read(self, start: int, stop: int) -> Buffer:
-        """The bytes `[start, stop)`, cut at the end of the object."""
-        ...
-
-    def cached(self, start: int, stop: int) -> Buffer | None:
-        """The bytes `[start, stop)` if all of them are cached on this node's disk; otherwise None."""
-        ...
-
-    def prefetch(self, blocks: range) -> None:
-        """Start to fetch missing blocks without waiting. A later read of these blocks raises their errors."""
-        ...
-
-    def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
-        """Start to fetch the missing parts of ascending byte ranges, and little around them.
-
-        With `wait` they are cached when this returns, and it raises the errors of `read`; otherwise a later read does.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the descriptor. Idempotent; fetches in flight have one of their own."""
-        ...
-
-
 class OriginReader:
-    """An `ObjectReader` that stores nothing: for nodes whose disk cannot be used."""
+    """Reads from its source and stores nothing: for nodes whose disk cannot be used. Methods as of `CachedReader`."""
 
     def __init__(self, *, source: Source, info: ObjectInfo, counters: Counters | None) -> None:
         self._source = source
@@ -121,7 +79,11 @@ def read_through(source: Source, start: int, stop: int, counters: Counters | Non
 
 
 class CachedReader:
-    """The usual `ObjectReader`: reads cached blocks from the disk, fetches missing blocks and stores them.
+    """Random access to one pinned version of one object: reads cached blocks from the disk, fetches missing blocks and
+    stores them. Thread-safe. Close it to release its descriptor.
+
+    Reads return the bytes of that version or raise: `ObjectChangedError` when a block is not cached and the origin has
+    another version by now, `OriginUnavailableError` when a block is not cached and the origin does not respond.
 
     After a fork, or when the object was removed from the store, it continues with a reader that `reopen` returns: an
     inherited reader has no threads, and blocks of a removed object cannot be stored. `group` is called when a block is
@@ -162,10 +124,12 @@ class CachedReader:
 
     @property
     def size(self) -> int:
+        """Bytes of the object."""
         return self._info.size
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block."""
         return self._block_bytes
 
     @property
@@ -191,6 +155,7 @@ class CachedReader:
             return list(blocks)
 
     def cached(self, start: int, stop: int) -> Buffer | None:
+        """The bytes `[start, stop)` if all of them are cached on this node's disk; otherwise None."""
         return None if self._closed or self._is_stale or self.gaps(start, stop) else self.read(start, stop)
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -212,6 +177,7 @@ class CachedReader:
             return False
 
     def close(self) -> None:
+        """Release the descriptor. Idempotent; fetches in flight have one of their own."""
         self._closed = True
         self._whole = None
         self._location.close()
@@ -219,6 +185,7 @@ class CachedReader:
             self._reopened.close()
 
     def read(self, start: int, stop: int) -> Buffer:
+        """The bytes `[start, stop)`, cut at the end of the object."""
         if self._closed:
             raise ValueError(f"the reader of {self._info.key} is closed")
         if self._is_stale and self._whole is None:
@@ -257,6 +224,7 @@ class CachedReader:
         self._disk.held.drop(self._location.entry.object_id, blocks)
 
     def prefetch(self, blocks: range) -> None:
+        """Start to fetch missing blocks without waiting. A later read of these blocks raises their errors."""
         if self._closed or not blocks or self._whole is not None:
             return
         if self._is_stale:
@@ -272,7 +240,11 @@ class CachedReader:
             self._fetcher.start([block for block in missing if block not in held], waited_for=False)
 
     def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
-        """See `ObjectReader.prefetch_ranges`. Ranges that find no space are not fetched; nor a small object with `wait`."""
+        """Start to fetch the missing parts of ascending byte ranges, and little around them.
+
+        With `wait` they are cached when this returns, and it raises the errors of `read`; otherwise a later read does.
+        Ranges that find no space are not fetched; nor a small object with `wait`.
+        """
         if self._closed or self._whole is not None:
             return
         if self._is_stale:
@@ -526,6 +498,9 @@ class CachedReader:
             ((start, stop),) = self._spans([block])
             return read_through(self._source, start, stop, self._disk.counters).data
         return self.fetch([block])[block] if data is None else data
+
+
+ObjectReader = CachedReader | OriginReader
 
 
 def _without_waste(piece: memoryview, whole_bytes: int) -> Buffer:
