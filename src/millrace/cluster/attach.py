@@ -147,11 +147,10 @@ def _link_without_ray(options: CacheOptions, directory: Path | None) -> NodeLink
     For forked children of a process in a Ray job, where Ray cannot be used, and for times when Ray does not respond.
     """
     with importing():
-        from millrace.cluster.folder import LocalNode, live_nodes
+        from millrace.cluster.folder import LocalNode, node_of_cluster
 
     node = None if directory is None else LocalNode.at(directory)
-    if node is None:
-        node = next((each for each in live_nodes(options) if each.facts.members in BY_RAY), None)
+    node = node or node_of_cluster(options)
     return None if node is None else node.link()
 
 
@@ -404,13 +403,7 @@ class _Attachment:
     def _facts(self) -> NodeFacts | None:
         """The newest facts of the node behind the link, if that node is still in our cluster."""
         facts = None if self.views is None else self.views.facts()
-        if facts is None:
-            return None
-        with importing():
-            from millrace.cluster.membership.backends import same_cluster
-
-        ours = facts.members in BY_RAY if self._by_ray else same_cluster(facts.members, self.options.members)
-        return facts if ours else None
+        return facts if facts is not None and facts.is_of_cluster(self.options) else None
 
     def _take_over(self, facts: NodeFacts) -> bool:
         """Use the link that follows from `facts`; returns False if it is the present one."""
@@ -418,7 +411,7 @@ class _Attachment:
             from millrace.cluster.folder import LocalNode
 
         assert self.views is not None
-        link = LocalNode.of(self.views.directory, facts).link(self.views)
+        link = LocalNode(directory=self.views.directory, facts=facts).link(self.views)
         if link == self._link:
             return False
         self._use(link)
@@ -440,9 +433,8 @@ class _Attachment:
 
         A forked child, which cannot use Ray, uses any node that Ray started: its parent may not have waited for it.
         """
-        if self._by_ray and self._link is None and self.process.parents is not None:
-            return _link_without_ray(self.options, None) is not None
-        if self._by_ray or self._link is None:
+        is_forked = self.process.parents is not None
+        if not (is_forked and self._link is None if self._by_ray else self._link is not None):
             return False
         with importing():
             from millrace.cluster.folder import node_of_cluster

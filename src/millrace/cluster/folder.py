@@ -31,7 +31,7 @@ from typing import Any
 from millrace.cache.node import store_directory
 from millrace.cluster.membership import NodeLink, View
 from millrace.cluster.membership.backends import same_cluster
-from millrace.config import LOCAL_FOLDER, Amount, CacheOptions, Tls
+from millrace.config import BY_RAY, LOCAL_FOLDER, Amount, CacheOptions, Tls
 from millrace.errors import ConfigurationError, DamagedError, StorageError
 from millrace.runtime import forks
 from millrace.runtime.failures import disk_errors, reason_of
@@ -64,6 +64,12 @@ class NodeFacts:
     view: View
     capacity: Amount
     min_free: Amount
+
+    def is_of_cluster(self, options: CacheOptions) -> bool:
+        """Whether the node is in the cluster that `options.members` names; in a Ray job, whether Ray started it."""
+        if options.members in BY_RAY:
+            return self.members in BY_RAY
+        return same_cluster(self.members, options.members)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -220,22 +226,21 @@ _held = forks.objects_reset_in_child(NodeFolder._abandon)
 
 @dataclass(frozen=True, kw_only=True)
 class LocalNode:
-    """A node's folder and the facts that the node published there."""
+    """A node's `.node` directory and the facts that the node published there."""
 
-    name: str
     directory: Path
     facts: NodeFacts
 
     @classmethod
     def at(cls, directory: Path) -> LocalNode | None:
-        """The node that published in this `.node` directory, running or dead; None without readable facts."""
+        """The node that published in this directory, running or dead; None without readable facts."""
         facts = read_facts(directory)
-        return None if facts is None else cls.of(directory, facts)
+        return None if facts is None else cls(directory=directory, facts=facts)
 
-    @classmethod
-    def of(cls, directory: Path, facts: NodeFacts) -> LocalNode:
-        """The node that published `facts` in this `.node` directory."""
-        return cls(name=directory.name.removesuffix(_SUFFIX), directory=directory, facts=facts)
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.directory.name.removesuffix(_SUFFIX)
 
     def link(self, views: FolderViews | None = None) -> NodeLink:
         """The link of a process that takes part in the cluster through this node. Reads views from `views` if given."""
@@ -271,8 +276,8 @@ def live_node(directory: Path) -> LocalNode | None:
 
 
 def node_of_cluster(options: CacheOptions) -> LocalNode | None:
-    """The first running node of this machine in the cluster that `options.members` names."""
-    return next((node for node in live_nodes(options) if same_cluster(node.facts.members, options.members)), None)
+    """The first running node of this machine in the cluster of `options`, see `NodeFacts.is_of_cluster`."""
+    return next((node for node in live_nodes(options) if node.facts.is_of_cluster(options)), None)
 
 
 def is_held(directory: Path) -> bool:
