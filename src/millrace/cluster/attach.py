@@ -17,20 +17,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.cache.metadata.sources import ORIGIN_METADATA, MetadataSource
 from millrace.cache.node import CacheNode, cache_node, store_directory
-from millrace.cache.reading.fetching import DirectSource
+from millrace.cache.reading.fetching import DirectSource, MakeSource
 from millrace.cluster.node_starter import node_starter
-from millrace.config import BY_RAY, LOCAL_FOLDER, CacheOptions, is_in_ray
-from millrace.errors import ConfigurationError, MillraceError, MissingDependencyError, OriginUnavailableError
+from millrace.config import BY_RAY, CacheOptions, is_in_ray
+from millrace.errors import MillraceError, OriginUnavailableError
 from millrace.origin import Origin
 from millrace.runtime import forks
-from millrace.runtime.forks import importing, is_installed
-from millrace.runtime.private_files import make_folder
+from millrace.runtime.forks import importing
 
 if TYPE_CHECKING:
     from millrace.cluster.cluster import Cluster
-    from millrace.cluster.folder import FolderViews, LocalNode, NodeFacts
-    from millrace.cluster.membership import Membership, NodeLink
+    from millrace.cluster.folder import FolderViews, LocalNode
+    from millrace.cluster.links import Links
+    from millrace.cluster.membership import NodeLink
     from millrace.cluster.membership.ray_records import NodeRecord
 
 _log = logging.getLogger("millrace.cluster")
@@ -83,40 +84,7 @@ def link_for(options: CacheOptions, *origins: Origin) -> NodeLink | None:
     members = options.members
     if members == "none" or (members == "auto" and not is_in_ray()):
         return None
-    if members not in BY_RAY:
-        return _link_by_name(options)
-    if _process.parents is not None:  # a forked child cannot use Ray
-        return _link_without_ray(options, _process.parents.get(options))
-    return _link_by_ray(options, origins)
-
-
-def _link_by_ray(options: CacheOptions, origins: Iterable[Origin]) -> NodeLink | None:
-    """The link through the node of this Ray node, which is started if there is none; None on a Ray client (`ray://`)."""
-    with importing():
-        from millrace.cluster.folder import LocalNode, live_node
-
-    if not is_in_ray():
-        if not is_installed("ray"):
-            raise MissingDependencyError("members='ray' needs ray", next_step="pip install 'millrace[ray]'")
-        raise ConfigurationError("members='ray' outside of a Ray job", next_step="call ray.init() first")
-    with importing():
-        from millrace.cluster.membership.ray import find_node
-
-    try:
-        record = find_node(
-            options, origins, start=node_starter(), is_alive=lambda directory: live_node(directory) is not None
-        )
-    except OriginUnavailableError:
-        link = _link_without_ray(options, None)
-        if link is None:
-            raise
-        return link
-    if record is None:
-        return None
-    node = LocalNode.at(record.directory)
-    if node is None:
-        raise OriginUnavailableError(f"{record.directory}: its node has published nothing", next_step="try again")
-    return node.link()
+    return _process.links().find(options, origins)
 
 
 def _start_without_waiting(options: CacheOptions, origins: Iterable[Origin]) -> Callable[[], NodeRecord | None] | None:
@@ -141,43 +109,6 @@ def _start_without_waiting(options: CacheOptions, origins: Iterable[Origin]) -> 
         return None
 
 
-def _link_without_ray(options: CacheOptions, directory: Path | None) -> NodeLink | None:
-    """The link through the node with this folder, else through any running node that Ray started; None without one.
-
-    For forked children of a process in a Ray job, where Ray cannot be used, and for times when Ray does not respond.
-    """
-    with importing():
-        from millrace.cluster.folder import LocalNode, node_of_cluster
-
-    node = None if directory is None else LocalNode.at(directory)
-    node = node or node_of_cluster(options)
-    return None if node is None else node.link()
-
-
-def _link_by_name(options: CacheOptions) -> NodeLink:
-    """The link through a node of this machine in the same cluster, else that of a client with its own membership."""
-    with importing():
-        from millrace.cluster.folder import node_of_cluster
-        from millrace.cluster.membership import NodeLink
-
-    node = node_of_cluster(options)
-    if node is not None:
-        return node.link()
-    if options.cluster_token is None:
-        raise ConfigurationError(
-            f"members={options.members!r} without a cluster_token, and no node of this cluster runs on this machine",
-            next_step="set 'cluster_token' (MILLRACE_CLUSTER_TOKEN), or start one with 'millrace node run'",
-        )
-    return NodeLink(
-        views=_process.membership(options.members),
-        folder=LOCAL_FOLDER,
-        member_id=None,
-        token=options.cluster_token,
-        tls=options.tls,
-        replicas=options.replicas,
-    )
-
-
 def known_cluster(options: CacheOptions) -> Cluster | None:
     """The cluster of a node that runs on this machine, or that `members` names. None without one; starts no node.
 
@@ -185,8 +116,7 @@ def known_cluster(options: CacheOptions) -> Cluster | None:
     """
     if options.members == "none":
         return None
-    link = _link_without_ray(options, None) if options.members in BY_RAY else _link_by_name(options)
-    return None if link is None else _process.cluster(options, link)
+    return _process.links().known_cluster(options)
 
 
 def node_holding(options: CacheOptions) -> LocalNode | None:
@@ -279,29 +209,26 @@ class _Attachment:
 
     def _use(self, link: NodeLink | None) -> None:
         """Read through `link` from now on."""
-
-        def reopen() -> CacheNode:
-            return Attached(self.options).node
-
-        options = self._limited(link)
-        node = cache_node(options)
+        node = cache_node(self._limited(link))
         node.apply_limits()
-        if link is None:
-            node.connect(source=DirectSource, reopen=reopen)
-        else:
+        source: MakeSource = DirectSource
+        metadata_source: MetadataSource = ORIGIN_METADATA
+        cluster: Cluster | None = None
+        views: FolderViews | None = None
+        if link is not None:
             with importing():
+                from millrace.cluster.folder import FolderViews
                 from millrace.cluster.listings import ClusterListings
                 from millrace.cluster.source import ClusterSources
 
-            cluster = self.process.cluster(self.options, link)
-            listings = ClusterListings(cluster, self.options.max_age_seconds)
-            node.connect(source=ClusterSources(cluster), metadata_source=listings, reopen=reopen)
+            cluster = self.process.links().cluster(self.options, link)
+            source = ClusterSources(cluster)
+            metadata_source = ClusterListings(cluster, self.options.max_age_seconds)
+            views = link.views if isinstance(link.views, FolderViews) else None
             cluster.distinguish_copies(node)
-        self._link = link
-        if link is not None:
             self._starting = None
-        self.views = _folder_views(link)
-        self.node = node
+        node.connect(source=source, metadata_source=metadata_source, reopen=lambda: Attached(self.options).node)
+        self._link, self._cluster, self.views, self.node = link, cluster, views, node
         self._next_alive = time.monotonic() + _ALIVE_SECONDS
         self._plan()
 
@@ -348,8 +275,9 @@ class _Attachment:
             if self._not_introduced:
                 self._start_search()
             return
-        facts = self._facts()
-        if facts is not None and self._take_over(facts):
+        link = self._published_link()
+        if link is not None and link != self._link:
+            self._use(link)
             return
         now = time.monotonic()
         if now < self._next_alive:
@@ -361,7 +289,7 @@ class _Attachment:
         if self._by_ray and is_in_ray() != self._in_ray:  # ray.init or ray.shutdown since the last check
             self._in_ray = not self._in_ray
             self._start_search()
-        elif self._is_alive(facts):
+        elif self._is_alive(link):
             self._gone_since = None
         elif self._other_node_runs() or self._is_gone_for_good(now):
             self._start_search()
@@ -400,25 +328,15 @@ class _Attachment:
             return None
         return node
 
-    def _facts(self) -> NodeFacts | None:
-        """The newest facts of the node behind the link, if that node is still in our cluster."""
+    def _published_link(self) -> NodeLink | None:
+        """The link by the newest facts of the node behind our link, if that node is still in our cluster."""
         facts = None if self.views is None else self.views.facts()
-        return facts if facts is not None and facts.is_of_cluster(self.options) else None
+        if self.views is None or facts is None or not facts.is_of_cluster(self.options):
+            return None
+        return self.views.link(facts)
 
-    def _take_over(self, facts: NodeFacts) -> bool:
-        """Use the link that follows from `facts`; returns False if it is the present one."""
-        with importing():
-            from millrace.cluster.folder import LocalNode
-
-        assert self.views is not None
-        link = LocalNode(directory=self.views.directory, facts=facts).link(self.views)
-        if link == self._link:
-            return False
-        self._use(link)
-        return True
-
-    def _is_alive(self, facts: NodeFacts | None) -> bool:
-        """Whether the link still is the right one, with the facts of its node."""
+    def _is_alive(self, published: NodeLink | None) -> bool:
+        """Whether our link still is the right one, with the link that its node has published."""
         if self._link is None:
             return not self._in_ray
         if self.views is None:  # a client, until a node runs on this machine
@@ -426,7 +344,7 @@ class _Attachment:
         with importing():
             from millrace.cluster.folder import is_held
 
-        return facts is not None and is_held(self.views.directory)
+        return published is not None and is_held(self.views.directory)
 
     def _other_node_runs(self) -> bool:
         """Whether a node of our cluster runs on this machine. In Ray, only Ray has the list of nodes.
@@ -476,13 +394,10 @@ class _Attachment:
             _log.warning("this process cannot find its cluster again: %s", error)
             return
         with self._lock:
-            same = (
-                link is not None
-                and self._link is not None
-                and _key_of(self.options, link) == _key_of(self.options, self._link)
-            )
-            if not same and self.process is _process:  # not after `close_all`
-                self._use(link)
+            if self.process is _process:  # not after `close_all`
+                cluster = None if link is None else self.process.links().cluster(self.options, link)
+                if cluster is None or cluster is not self._cluster:
+                    self._use(link)
         if link is not None and self._not_introduced:  # `introduce` was called meanwhile
             self._search()
 
@@ -498,16 +413,18 @@ class _Process:
         self.parents = parents
         self.attachments: dict[CacheOptions, _Attachment] = {}
         self._lock = threading.RLock()
-        self._clusters: dict[object, Cluster] = {}
-        self._memberships: dict[str, Membership] = {}
+        self._links: Links | None = None
+        self._links_lock = threading.Lock()  # not the other, which is held during the first search
 
-    def folders(self) -> dict[CacheOptions, Path]:
-        """The folders of the nodes that file systems read through. Takes no lock, because a forked child calls it."""
-        return {
-            options: attachment.views.directory
-            for options, attachment in list(self.attachments.items())
-            if attachment.views is not None
-        }
+    def links(self) -> Links:
+        """The links of this process. Imports what a cluster needs."""
+        with self._links_lock:
+            if self._links is None:
+                with importing():
+                    from millrace.cluster.links import Links
+
+                self._links = Links(self.parents)
+            return self._links
 
     def attach(self, options: CacheOptions, origin: Origin | None) -> _Attachment:
         """The attachment for `options`, made at the first call."""
@@ -517,68 +434,11 @@ class _Process:
                 attachment = self.attachments[options] = _Attachment(self, options, origin)
             return attachment
 
-    def cluster(self, options: CacheOptions, link: NodeLink) -> Cluster:
-        """The cluster behind a link, one for all equal links."""
-        key = _key_of(options, link)
-        with self._lock:
-            cluster = self._clusters.get(key)
-            if cluster is None:
-                cluster = self._clusters[key] = _open_cluster(options, link)
-            return cluster
-
-    def membership(self, members: str) -> Membership:
-        """The membership that all clients of a cluster share."""
-        with self._lock:
-            membership = self._memberships.get(members)
-            if membership is None:
-                with importing():
-                    from millrace.cluster.membership.backends import open_membership
-
-                membership = self._memberships[members] = open_membership(members)
-            return membership
-
     def close(self) -> None:
-        """Close all clusters and memberships."""
-        with self._lock:
-            for cluster in self._clusters.values():
-                cluster.close()
-            for membership in self._memberships.values():
-                membership.close()
-
-
-def _folder_views(link: NodeLink | None) -> FolderViews | None:
-    """The views of a link through a node of this machine; None for a client, and without a link."""
-    if link is None:
-        return None
-    with importing():
-        from millrace.cluster.folder import FolderViews
-
-    return link.views if isinstance(link.views, FolderViews) else None
-
-
-def _key_of(options: CacheOptions, link: NodeLink) -> object:
-    """Links with equal keys share one `Cluster`. The views of clients differ by their membership."""
-    views = _folder_views(link)
-    source = id(link.views) if views is None else views.directory
-    return (options.cache_dirs, source, link.folder, link.member_id, link.token, link.tls, link.replicas)
-
-
-def _open_cluster(options: CacheOptions, link: NodeLink) -> Cluster:
-    """A cluster to read from. The machine's processes share its breakers: those of a node, or those of all clients."""
-    with importing():
-        from millrace.cluster.breakers import Breakers
-        from millrace.cluster.cluster import Cluster
-
-    name = "client" if link.member_id is None else link.folder
-    directory = store_directory(options.cache_dirs[0]).parent / f"{name}.node"
-    path: Path | None = directory / "breakers"
-    try:
-        make_folder(directory.parent)
-        make_folder(directory)
-    except OSError as error:
-        _log.warning("%s: %s; breakers are not shared with other processes", directory, error.strerror)
-        path = None
-    return Cluster(link, breakers=Breakers(path, name_of=link.address_of))
+        """Close all clusters."""
+        with self._links_lock:
+            if self._links is not None:
+                self._links.close()
 
 
 _process = _Process()
@@ -587,7 +447,10 @@ _process = _Process()
 def _reset_after_fork() -> None:
     # Connections and threads belong to the parent. Nothing of them is closed here.
     global _process
-    known = {**(_process.parents or {}), **_process.folders()}
+    known = dict(_process.parents or {})
+    for options, attachment in _process.attachments.items():
+        if attachment.views is not None:
+            known[options] = attachment.views.directory
     _process = _Process(parents=known if is_in_ray() else None)
 
 

@@ -242,18 +242,9 @@ class LocalNode:
         """The name of the folder."""
         return self.directory.name.removesuffix(_SUFFIX)
 
-    def link(self, views: FolderViews | None = None) -> NodeLink:
-        """The link of a process that takes part in the cluster through this node. Reads views from `views` if given."""
-        return NodeLink(
-            views=views or FolderViews(self.directory),
-            folder=self.name,
-            member_id=self.facts.member_id,
-            token=self.facts.token,
-            tls=self.facts.tls,
-            replicas=self.facts.replicas,
-            capacity=self.facts.capacity,
-            min_free=self.facts.min_free,
-        )
+    def link(self) -> NodeLink:
+        """The link of a process that takes part in the cluster through this node."""
+        return FolderViews(self.directory).link(self.facts)
 
 
 def live_nodes(options: CacheOptions) -> list[LocalNode]:
@@ -335,6 +326,19 @@ class FolderViews:
         if time.monotonic() >= self._next_stat:
             self._refresh()
         return self._facts
+
+    def link(self, facts: NodeFacts) -> NodeLink:
+        """The link through the node that has published `facts` here."""
+        return NodeLink(
+            views=self,
+            folder=self.directory.name.removesuffix(_SUFFIX),
+            member_id=facts.member_id,
+            token=facts.token,
+            tls=facts.tls,
+            replicas=facts.replicas,
+            capacity=facts.capacity,
+            min_free=facts.min_free,
+        )
 
     def _refresh(self) -> None:
         if not self._reading.acquire(blocking=False):
