@@ -59,11 +59,6 @@ class Copies:
         self._results: dict[int, tuple[float, bool]] = {}
         self.still_a_copy: StillACopy | None = None
 
-    @property
-    def are_told_apart(self) -> bool:
-        """Whether data that other nodes own can be distinguished in this store."""
-        return self.still_a_copy is not None
-
     def draw(self, count: int) -> Draw:
         """About `count` random copies, by the present placement.
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from millrace.cache.eviction.audit import Audit
 from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.holdings import Holdings, Survey, Surveyor, is_expired
-from millrace.cache.eviction.policy import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, EvictionPolicy, Group, Unit
+from millrace.cache.eviction.policy import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, EvictionPolicy, Unit
 from millrace.cache.eviction.retention import AppliedRule, Place, Rules, RulesFile
 from millrace.cache.eviction.usage import FindGroup
 from millrace.cache.eviction.usage_records import Draw, UnitRecord, UsageRecords, group_number
@@ -55,8 +55,6 @@ _PIN_SECONDS = 1.0  # for which a pin waits for others that evict or write
 _PIN_PAUSE_SECONDS = 0.005
 _PINS_REFUSED_SECONDS = 1.0
 _EXTREMES_SECONDS = 5.0
-
-_NO_PLACES: Mapping[Place, int] = {}
 
 
 class Candidate(NamedTuple):
@@ -173,7 +171,7 @@ class Evictor:
             if self._reserve(nbytes):
                 return True
             self.give_back(nbytes, candidate)
-        if candidate.keep is Keep.COPY and self._copies.are_told_apart:
+        if candidate.keep is Keep.COPY and self._copies.still_a_copy is not None:
             self._refuse(nbytes, candidate, state)
             return False
         if candidate.keep is Keep.CHECKPOINT and not (rule is not None and rule.pinned):
@@ -222,12 +220,16 @@ class Evictor:
         try:
             rules = self._rules.current()
             place = rules.rule_of(candidate.name()).quota_place if rules.by_place else None
-            if place is not None:
-                with self._quota_lock:
-                    used = self._surveyor.current(rules).used
-                    used[place] = max(0, used.get(place, 0) - nbytes)
+            self._uncount(place, nbytes, rules)
         except StorageError as error:
             self._report(error)
+
+    def _uncount(self, place: Place | None, nbytes: int, rules: Rules) -> None:
+        """Remove bytes from the quota of `place`."""
+        if place is not None:
+            with self._quota_lock:
+                used = self._surveyor.current(rules).used
+                used[place] = max(0, used.get(place, 0) - nbytes)
 
     def _reserve(self, nbytes: int, *, wait: bool = True) -> bool:
         """Reserve the free space beyond the headroom."""
@@ -315,11 +317,7 @@ class Evictor:
         empty = 0
         while shortage > sum(victim.nbytes for victim in victims.values()):
             draw = self._draw(SAMPLE_SIZE, rules, over)
-            sample = {
-                found.unit.key: found
-                for found in self._residents(draw, rules, places)
-                if found.unit.key != candidate.key and found.unit.key not in victims and not found.rule.pinned
-            }
+            sample = self._evictable(draw, rules, places, but={candidate.key, *victims})
             if not sample:
                 empty += 1
                 if empty == _DRAWS:
@@ -328,7 +326,7 @@ class Evictor:
             chosen = self._policy.choose(
                 [found.unit for found in sample.values()],
                 None if rule.pinned else unit,  # a pin is evidence enough
-                {**draw.groups, unit.group: self._group_of(unit, draw)},
+                {**draw.groups, unit.group: draw.groups.get(unit.group) or self._records.group(unit.group)},
                 clock=draw.clock,
                 capacity_bytes=self._store.space.capacity_bytes(),
                 over_quota=self._over_quota(rules, places) | ({places[over]} if over is not None else set()),
@@ -342,7 +340,7 @@ class Evictor:
         """Evict files of checkpoints that are not being restored."""
 
         def replace() -> bool:
-            shortage = max(self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
+            shortage = self._shortage(nbytes)
             if shortage <= 0:
                 return True
             self._feed()
@@ -372,11 +370,7 @@ class Evictor:
         empty = 0
         while empty < _DRAWS and (draw := self._copies.draw(SAMPLE_SIZE)).records:
             draw = Draw([record for record in draw.records if may_go(record)], draw.groups, draw.clock)
-            sample = {
-                found.unit.key: found
-                for found in self._residents(draw, rules, places)
-                if found.unit.key != candidate.key and found.unit.key not in victims and not found.rule.pinned
-            }
+            sample = self._evictable(draw, rules, places, but={candidate.key, *victims})
             empty = 0 if sample else empty + 1
             while sample:
                 if shortage <= sum(victim.nbytes for victim in victims.values()):
@@ -391,10 +385,6 @@ class Evictor:
             return record.unit._replace(prefix=prefix)
         group = group_number(candidate.group())
         return Unit(key=candidate.key, nbytes=candidate.nbytes, group=group, last=self._records.clock, prefix=prefix)
-
-    def _group_of(self, unit: Unit, draw: Draw) -> Group:
-        found = draw.groups.get(unit.group)
-        return self._records.group(unit.group) if found is None else found
 
     # --- bringing the store inside its limits -------------------------------------------------------
 
@@ -501,7 +491,7 @@ class Evictor:
             draw = draw_some()
             if not draw.records:
                 return
-            sample = {found.unit.key: found for found in self._residents(draw, rules, places) if not found.rule.pinned}
+            sample = self._evictable(draw, rules, places)
             freed = 0
             for _ in range(max(1, len(sample) // _TAKEN_OF_A_DRAW)):
                 if not sample or freed >= needed:
@@ -531,21 +521,17 @@ class Evictor:
         started = time.monotonic()
         if self._pressing() <= 0 or (started < self._extremes_at and not wait):
             return
-        self._look_everywhere(rules)
-        if self._pressing() > 0:
-            ended = time.monotonic()
-            self._extremes_at = ended + max(_EXTREMES_SECONDS, _REFUSAL_FACTOR * (ended - started))
-
-    def _look_everywhere(self, rules: Rules) -> None:
-        if self._pressing() > 0:
-            self._audit.adopt(again=True)
-            self._shrink_all(rules, self._pressing, pinned=False)
+        self._audit.adopt(again=True)
+        self._shrink_all(rules, self._pressing, pinned=False)
         if self._space.too_little() > 0:
             self._shrink_all(rules, self._space.too_little, pinned=True)
         over = self._over_capacity()
         if over > 0 and not self._over_reported:
             emit(Event(name="cache.over_capacity", subject=str(self._store.directory), nbytes=over))
         self._over_reported = over > 0
+        if self._pressing() > 0:
+            ended = time.monotonic()
+            self._extremes_at = ended + max(_EXTREMES_SECONDS, _REFUSAL_FACTOR * (ended - started))
 
     def _shrink_all(self, rules: Rules, pressing: Callable[[], int], *, pinned: bool) -> None:
         after = b""
@@ -574,6 +560,13 @@ class Evictor:
         if place is None:
             return self._records.draw(count)
         return self._records.find(self._surveyor.some_of(self._surveyor.current(rules), place, count))
+
+    def _evictable(
+        self, draw: Draw, rules: Rules, places: Mapping[Place, int], *, but: Collection[bytes] = ()
+    ) -> dict[bytes, _Resident]:
+        """The cached units of a draw that are not pinned, by their keys, without those in `but`."""
+        residents = {found.unit.key: found for found in self._residents(draw, rules, places)}
+        return {key: found for key, found in residents.items() if key not in but and not found.rule.pinned}
 
     def _residents(self, draw: Draw, rules: Rules, places: Mapping[Place, int]) -> Iterator[_Resident]:
         """The cached units of a draw, with their rules. The records of other units are corrected."""
@@ -615,11 +608,7 @@ class Evictor:
             freed += victim.nbytes
             gone.append(key)
             self._space.removed(victim.nbytes, self._store.space.free_bytes() - before)
-            place = victim.rule.quota_place
-            if place is not None:
-                with self._quota_lock:
-                    used = self._surveyor.current(self._rules.current()).used
-                    used[place] = max(0, used.get(place, 0) - victim.nbytes)
+            self._uncount(victim.rule.quota_place, victim.nbytes, self._rules.current())
         if gone:
             self._records.gone(gone)
         return freed
@@ -669,8 +658,6 @@ def _resident(
 
 def _places(rules: Rules) -> Mapping[Place, int]:
     """A number for each prefix with a quota."""
-    if not rules.by_place:
-        return _NO_PLACES
     return {
         place: number
         for number, place in enumerate(sorted(place for place, rule in rules.by_place.items() if rule.quota), 1)

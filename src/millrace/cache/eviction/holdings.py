@@ -140,8 +140,7 @@ class Surveyor:
                     continue
                 rule = holding.rule
                 if rule.quota_place is not None:
-                    survey.used[rule.quota_place] = survey.used.get(rule.quota_place, 0) + holding.nbytes
-                    survey.units.setdefault(rule.quota_place, []).append(record.unit.key)
+                    survey.add(rule.quota_place, record.unit.key, holding.nbytes)
                 if is_expired(record, rule, now):
                     survey.expired.append(record.unit.key)
         return survey
