@@ -254,7 +254,7 @@ class MetadataCache:
     def _stat_by_level(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
         """Request the level that named `key`, unless it is long."""
         parent = key[: key.rfind("/") + 1]
-        level = _level(origin, parent)
+        level = level_space(origin.identity, parent)
         known = self._tolerantly(lambda: self._map.look_up(level, key), None)
         if known is None or self._tolerantly(lambda: self._is_long(level, parent), True):
             return None
@@ -326,7 +326,7 @@ class MetadataCache:
                     break
                 after = through
             level = self._map.read_after(
-                _level(origin, base_of(prefix)),
+                level_space(origin.identity, base_of(prefix)),
                 base_of(prefix),
                 lambda stretch, page: (
                     self._fresh(freshness, stretch.sent_at) and page.names_below(encode(base_of(prefix)))
@@ -344,7 +344,8 @@ class MetadataCache:
     def _was_directory(self, origin: Origin, prefix: str) -> bool:
         """Whether the first cached page, however old, names something below `prefix`."""
         base = base_of(prefix)
-        return self._names_below(self._space(origin), base) or self._names_below(_level(origin, base), base)
+        spaces = (self._space(origin), level_space(origin.identity, base))
+        return any(self._names_below(space, base) for space in spaces)
 
     def _names_below(self, space: Space, base: str) -> bool:
         position = space.position(base)
@@ -396,9 +397,8 @@ class MetadataCache:
                 root, start = (prefix, after) if stuck else self._next_request(origin, prefix, after)
                 turn = self._turn(origin, start)
                 with self._locks.threads(turn), self._locks.processes(turn):
-                    part = self._fresh_page(
-                        freshness, self._space(origin), prefix, after
-                    )  # another thread may have requested it
+                    # Another thread may have requested it.
+                    part = self._fresh_page(freshness, self._space(origin), prefix, after)
                     if part is None:
                         continues = stuck and stream is not None and stream.root == prefix
                         if stream is None or not (
@@ -417,11 +417,8 @@ class MetadataCache:
         if after != end or (not found and (stream is None or stream.root != prefix)):
             # An order that cannot be stored; or an empty result, which is never cached: it may change at any time. Nor is
             # one of a parent's listing used: the parent's first page may not show yet that it lists folder by folder.
-            yield from self._walk_unremembered(origin, prefix, after if after != end else "")
-
-    def _walk_unremembered(self, origin: Origin, prefix: str, after: str) -> Iterator[ListingPart]:
-        for page, _ in self._source().list_pages(origin, prefix, after=after):
-            yield ListingPart(page.objects, end_of(prefix), page.is_directory)
+            for page, _ in self._source().list_pages(origin, prefix, after=after if after != end else ""):
+                yield ListingPart(page.objects, end, page.is_directory)
 
     def _fresh_page(self, freshness: Freshness, space: Space, prefix: str, after: str) -> ListingPart | None:
         """The part of a fresh and complete page that follows `after` below `prefix`."""
@@ -455,10 +452,10 @@ class MetadataCache:
     # --- one level --------------------------------------------------------------------------------
 
     def _fresh_level(self, origin: Origin, base: str) -> Listing | None:
-        freshness, level, space = self.freshness_of(origin, base), _level(origin, base), self._space(origin)
-        infos = self._fresh_infos(freshness, level, base, None)
+        freshness = self.freshness_of(origin, base)
+        infos = self._fresh_infos(freshness, level_space(origin.identity, base), base, None)
         if infos is None:
-            infos = self._fresh_infos(freshness, space, base, _LEVEL_PAGES)
+            infos = self._fresh_infos(freshness, self._space(origin), base, _LEVEL_PAGES)
         if not infos:  # a cached empty result is not used
             return None
         start = len(base)
@@ -516,14 +513,14 @@ class MetadataCache:
         listing, age = self._source().list_level(origin, prefix)
         moment = moment.earlier(age)
         space = self._space(origin)
-        level = _level(origin, base)
+        level = level_space(origin.identity, base)
         folders = [ObjectInfo(f"{name}/", 0, "", 0.0) for name in listing.prefixes]
         # Without directories, a level contains everything.
         target, keys = (level, space) if folders else (space, None)
         entries = sorted([*listing.objects, *folders], key=lambda info: target.position(info.key))
 
-        def store() -> list[ObjectInfo | None]:
-            gone: list[ObjectInfo | None] = []
+        def store() -> list[ObjectInfo]:
+            gone: list[ObjectInfo] = []
             if not folders:
                 self._map.drop(level)
             lower, end = target.position(base), target.position(end_of(prefix))
@@ -579,20 +576,16 @@ class MetadataCache:
         ordered = self._tolerantly(lambda: self._map.learn_order(origin.identity, keys, start), False)
         if ordered and stream.after != start:
             space = self._space(origin)
-
-            def store() -> list[ObjectInfo | None]:
-                return [
-                    *self._map.store(
-                        space,
-                        space.position(start),
-                        space.position(stream.after),
-                        page.objects,
-                        moment,
-                        root=stream.root,
-                        keep_empty=start != base_of(stream.root),
-                    )
-                ]
-
+            store = partial(
+                self._map.store,
+                space,
+                space.position(start),
+                space.position(stream.after),
+                page.objects,
+                moment,
+                root=stream.root,
+                keep_empty=start != base_of(stream.root),
+            )
             self._report(origin, self._tolerantly(store, []))
         return part, ordered
 
@@ -618,7 +611,3 @@ class MetadataCache:
         except StorageError as error:
             self._report_disk(error)
             return otherwise
-
-
-def _level(origin: Origin, base: str) -> Space:
-    return level_space(origin.identity, base)

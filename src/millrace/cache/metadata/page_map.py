@@ -286,7 +286,10 @@ class PageMap:
         """Whether metadata of a key is stored, however old."""
         space = self.space(identity)
         levels = (space, level_space(identity, key[: key.rfind("/") + 1]))
-        return any(self.listed(each, key) for each in levels) or self.record(space, key) is not None
+        if any(self.look_up(each, key) for each in levels):
+            return True
+        with self._index.meta_reading() as txn:
+            return self.alone_in(txn, space, encode(space.position(key))) is not None
 
     # --- storing ----------------------------------------------------------------------------------
 
@@ -349,14 +352,6 @@ class PageMap:
 
         return self._index.meta_write(write)
 
-    # --- keys that were described alone -----------------------------------------------------------
-
-    def record(self, space: Space, key: str) -> tuple[ObjectInfo, float] | None:
-        """The description of `key` that was requested alone, and the time of the request."""
-        with self._index.meta_reading() as txn:
-            value = txn.get(record_key(space, encode(space.position(key))))
-            return None if value is None else unpack_record(value)
-
     def store_record(self, space: Space, info: ObjectInfo, moment: Moment) -> ObjectInfo | None:
         """Store a description; returns the stored one of the same key if it is outdated now."""
 
@@ -408,9 +403,7 @@ class PageMap:
                     known = unpack_record(value)[0]
                     txn.delete(at)
             else:
-                base = position
-                for at, page in list(overlapping(cursor, space, base, base + encode(END))):
-                    make_incomplete(txn, PAGE + space.digest + at, page)
+                self._distrust(txn, cursor, space, position)
                 self._strike(txn, cursor, space, key)
                 self._distrust(txn, cursor, level_space(identity, key), encode(key))
             below = key.rstrip("/")
@@ -479,9 +472,10 @@ class PageMap:
             if by_folders(compared[9:]) < place <= by_folders(Page(found[1]).through):
                 make_incomplete(txn, *found)
 
-    def _distrust(self, txn: Transaction, cursor: Any, level: Space, base: bytes) -> None:
-        for at, value in list(overlapping(cursor, level, base, base + encode(END))):
-            make_incomplete(txn, PAGE + level.digest + at, value)
+    def _distrust(self, txn: Transaction, cursor: Any, space: Space, base: bytes) -> None:
+        """Mark the pages as incomplete that cover keys below the position `base`."""
+        for at, value in list(overlapping(cursor, space, base, base + encode(END))):
+            make_incomplete(txn, PAGE + space.digest + at, value)
 
 
 # --- unpacked pages -----------------------------------------------------------------------------------

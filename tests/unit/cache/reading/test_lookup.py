@@ -240,7 +240,8 @@ def test_page_of_level_replaces_contradicted_single_record(make_node: MakeNode) 
     node.metadata.list_level(origin, "b/set")
     metadata = node.metadata
     assert isinstance(metadata, MetadataCache)
-    assert metadata._map.record(metadata._map.space(origin.identity), keys[1]) is None
+    pages, space = metadata._map, metadata._map.space(origin.identity)
+    assert pages.look(lambda txn: pages.alone_in(txn, space, encode(keys[1]))) is None
     assert node.find_known(origin, keys[1]) is None
     assert node.find_native(origin, old) is None  # given up
     assert read(node, origin, keys[1]) == b"new"
