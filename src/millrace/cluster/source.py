@@ -171,9 +171,8 @@ class ClusterSource:
             self._cluster.handover.upload(visit.lease, self._what, first, whole)
             return Fetched(memoryview(whole).cast("B")[start - first : stop - first], visit.keep_of_origin())
         data = self._direct.read(start, stop).data
-        if visit.is_owner():
-            for member in visit.other_holders():
-                self._cluster.handover.upload(member, self._what, start, data)
+        for member in visit.replica_holders():
+            self._cluster.handover.upload(member, self._what, start, data)
         return Fetched(data, visit.keep_of_origin())
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -208,14 +207,10 @@ class _Visit:
         """Whether this node is a holder of these bytes."""
         return self._me is not None and self._placement.is_holder(self._me, self._what.object_id(), self._stripe)
 
-    def is_owner(self) -> bool:
-        """Whether this node is the first owner of these bytes."""
-        return [member.id for member in self._placement.order(self._what.object_id(), self._stripe)[:1]] == [self._me]
-
-    def other_holders(self) -> list[Member]:
-        """The other holders of these bytes."""
+    def replica_holders(self) -> Sequence[Member]:
+        """The other holders of these bytes, if this node is their owner."""
         holders = self._placement.holders(self._what.object_id(), self._stripe)
-        return [member for member in holders if member.id != self._me]
+        return holders[1:] if holders and holders[0].id == self._me else ()
 
     def keep_of_origin(self) -> Keep:
         """How bytes of the origin are stored: as owned by the first reachable owner, otherwise as a copy."""
