@@ -57,7 +57,10 @@ class Handover:
         if stop <= first or self._breakers.is_known_open(member.id):
             return
         with self._lock:
-            room = self._change.wait_for(lambda: self._closed or self._has_room(stop - first), _PATIENCE_SECONDS)
+            room = self._change.wait_for(
+                lambda: self._closed or not self._queued_bytes or self._queued_bytes + stop - first <= QUEUE_BYTES,
+                _PATIENCE_SECONDS,
+            )
             if not room or self._closed:
                 return
             self._queue.append((member, what, first, view[first - start : stop - start]))
@@ -95,7 +98,7 @@ class Handover:
     def _work(self, change: threading.Condition) -> None:
         while True:
             with change:
-                change.wait_for(self._has_work, _IDLE_SECONDS)
+                change.wait_for(lambda: self._queue or self._closed, _IDLE_SECONDS)
                 if not self._queue:
                     self._threads -= 1  # under the same lock: `upload` counts the threads
                     return
@@ -108,12 +111,6 @@ class Handover:
                     self._busy -= 1
                     self._queued_bytes = max(0, self._queued_bytes - len(data))
                     change.notify_all()
-
-    def _has_room(self, nbytes: int) -> bool:
-        return not self._queued_bytes or self._queued_bytes + nbytes <= QUEUE_BYTES
-
-    def _has_work(self) -> bool:
-        return bool(self._queue) or self._closed
 
     def _send(self, member: Member, what: ObjectDescription, start: int, data: memoryview) -> None:
         if self._breakers.is_open(member.id):
