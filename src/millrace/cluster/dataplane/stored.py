@@ -313,7 +313,7 @@ class StoredObjects:
         with self._lock:
             opened = list(self._open.values())
         for disk in self._node.open_disks:
-            if not self._sweeper(disk).due(disk.signals.numbers[REMOVALS]):
+            if not self._sweepers.setdefault(disk, Sweeper()).due(disk.signals.numbers[REMOVALS]):
                 continue
             try:
                 self._segments.sweep(disk)
@@ -323,9 +323,6 @@ class StoredObjects:
                         self.drop(stored.entry.object_id)
             except StorageError as error:
                 disk.report(error)
-
-    def _sweeper(self, disk: Disk) -> Sweeper:
-        return self._sweepers.setdefault(disk, Sweeper())
 
     def close(self) -> None:
         """Close the descriptors, except those that are being sent."""
