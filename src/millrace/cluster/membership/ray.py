@@ -6,10 +6,9 @@ ends with the Ray cluster.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ def ray_nodes(options: CacheOptions) -> dict[str, str]:
     """
     import ray
 
-    control = _connections.to(str(ray.get_runtime_context().gcs_address))
+    control = _control_plane(str(ray.get_runtime_context().gcs_address))
     found = {}
     for record in parse_members(control.scan(f"{cluster_name(options, _default_dirs())}/member/")).values():
         found[record.member.id] = record.ray_node
@@ -133,7 +132,7 @@ def _here() -> tuple[ControlPlane, str]:
     import ray
 
     runtime = ray.get_runtime_context()
-    return _connections.to(str(runtime.gcs_address)), str(runtime.get_node_id())
+    return _control_plane(str(runtime.gcs_address)), str(runtime.get_node_id())
 
 
 def _record(control: ControlPlane, cluster: str, name: str) -> NodeRecord | None:
@@ -198,19 +197,10 @@ def _default_dirs() -> tuple[Path, ...] | None:
         return None
 
 
-class _Connections:
-    """This process's connection to the control plane of its Ray cluster. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._control: ControlPlane | None = None
-
-    def to(self, address: str) -> ControlPlane:
-        with self._lock:
-            if self._control is None or self._control.address != address:
-                self._control = ControlPlane(address)
-            return self._control
+@lru_cache(1)
+def _control_plane(address: str) -> ControlPlane:
+    """This process's connection to the control plane of its Ray cluster. Two threads at the first use may open two."""
+    return ControlPlane(address)
 
 
-_connections = _Connections()
 _references_at_shutdown: list[Any] = []
