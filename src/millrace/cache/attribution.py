@@ -93,7 +93,7 @@ class Attribution:
             self._map = mmap.mmap(self._descriptor, _FILE_BYTES)
         except (OSError, StorageError) as error:
             _log.warning("%s: reads are not attributed to prefixes and jobs: %s", path, reason_of(error))
-            self._close_descriptor()
+            self.abandon()
         else:
             self._free_damaged(path)
 
@@ -110,7 +110,8 @@ class Attribution:
     def _note(self, tally: Tally) -> None:
         name = ObjectName.unpack(tally.packed_name)
         prefix = group_of("", name.key.partition("?")[0]).strip()
-        part = _stored_form(JobAndPrefix(self._job, printable(url_of(name.origin, prefix))))
+        # As it is read from a row again.
+        part = _part_of(_label(JobAndPrefix(self._job, printable(url_of(name.origin, prefix)))))
         # Reads for other nodes are attributed there, to the job that read the bytes.
         hits, hit_bytes = tally.hits - tally.served, tally.hit_bytes - tally.served_bytes
         misses, miss_bytes = tally.misses - tally.relayed, tally.miss_bytes - tally.relayed_bytes
@@ -168,12 +169,11 @@ class Attribution:
     def totals(self) -> dict[JobAndPrefix, Reads]:
         """The sums of all processes, of every part that has any."""
         with self._lock:
-            return self._totals() if self._descriptor >= 0 else {}
-
-    def _totals(self) -> dict[JobAndPrefix, Reads]:
-        found = {part: self._reads(row) for row in range(1, 1 + ROWS) if (part := self._part(row)) is not None}
-        others = self._reads(0)
-        return {**found, OTHERS: others} if any(others) else found
+            if self._descriptor < 0:
+                return {}
+            found = {part: self._reads(row) for row in range(1, 1 + ROWS) if (part := self._part(row)) is not None}
+            others = self._reads(0)
+            return {**found, OTHERS: others} if any(others) else found
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -223,13 +223,10 @@ class Attribution:
             if self._descriptor >= 0:
                 self._flush()
                 self._map.close()
-            self._close_descriptor()
+            self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: close the parent's file without a write."""
-        self._close_descriptor()
-
-    def _close_descriptor(self) -> None:
+        """Close the file without a write; in a forked child, that of the parent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -243,11 +240,6 @@ def _label(part: JobAndPrefix) -> bytes:
 def _part_of(label: bytes) -> JobAndPrefix:
     job, _, prefix = label.decode("utf-8", "ignore").partition("\n")
     return JobAndPrefix(job, prefix)
-
-
-def _stored_form(part: JobAndPrefix) -> JobAndPrefix:
-    """The part as it is read from a row again."""
-    return _part_of(_label(part))
 
 
 def _checksum(label: bytes) -> int:

@@ -63,11 +63,8 @@ class Fill:
 
     def nbytes(self, piece: range) -> int:
         """The number of bytes of a piece."""
-        start, stop = self._span(piece)
+        start, stop = span_of(piece.start, piece.stop, self.info.size, self._reader.block_bytes)
         return stop - start
-
-    def _span(self, piece: range) -> tuple[int, int]:
-        return span_of(piece.start, piece.stop, self.info.size, self._reader.block_bytes)
 
     def fetch(self, piece: range) -> FetchedPiece:
         """Fetch a piece in this thread, or wait for the thread that fetches it. Raises the errors of `CachedReader.read`."""
