@@ -48,11 +48,6 @@ class Rule(NamedTuple):
     quota: Amount | None = None
     ttl_seconds: float | None = None
 
-    @property
-    def empty(self) -> bool:
-        """Whether the rule sets nothing."""
-        return self == Rule()
-
 
 class AppliedRule(NamedTuple):
     """The rule of one object. `quota_place` is the prefix whose quota the object counts to, if any."""
@@ -107,7 +102,7 @@ class Rules:
     def with_rule(self, place: Place, rule: Rule) -> Rules:
         """These rules with `rule` replaced; an empty rule is removed."""
         others = {other: kept for other, kept in self.by_place.items() if other != place}
-        return replace(self, by_place=others if rule.empty else {**others, place: rule})
+        return replace(self, by_place=others if rule == Rule() else {**others, place: rule})
 
     def with_pin(self, place: Place) -> Rules:
         """These rules with `place` pinned."""
@@ -287,7 +282,10 @@ class RulesFile:
             with disk_errors(self._path):
                 self._rules = self._read()
         except MillraceError as error:
-            self._report(str(error))
+            emit(Event(name="cache.rules.unreadable", subject=str(self._path), detail=str(error)))
+            _log.warning(
+                "%s: not in force until it is mended, unless this process has read them before: %s", error, RULES_TEXT
+            )
 
     def _is_blank(self) -> bool:
         """Whether the file exists, but is empty or all zeros, so that there is nothing to repair."""
@@ -302,9 +300,3 @@ class RulesFile:
         except FileNotFoundError:
             return NO_RULES
         return decode(data, source=str(self._path))
-
-    def _report(self, why: str) -> None:
-        emit(Event(name="cache.rules.unreadable", subject=str(self._path), detail=why))
-        _log.warning(
-            "%s: not in force until it is mended, unless this process has read them before: %s", why, RULES_TEXT
-        )
