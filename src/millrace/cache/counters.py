@@ -215,10 +215,6 @@ class Counters:
         with disk_errors(self.directory), locked_directory(self.directory, fcntl.LOCK_SH):
             return any(0 < _settled(path) < moment and _is_alive(path) for path in _live_files(self.directory))
 
-    def totals(self) -> dict[str, int]:
-        """The sums over every process, dead or alive, since the store was made."""
-        return self.measures().counters
-
     def measures(self) -> Measures:
         """The sums over every process, dead or alive, since the store was made; of live values over live processes.
 

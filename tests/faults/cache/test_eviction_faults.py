@@ -373,10 +373,10 @@ def test_loop_over_twice_the_cache_through_the_file_system_hits_half(tmp_path: P
     disk.held = HeldBlocks(0)
     hits = []
     for _ in range(4):
-        before = disk.counters.totals()
+        before = disk.counters.measures().counters
         for path in paths:
             assert fs.cat_file(path) == content[path]
-        after = disk.counters.totals()
+        after = disk.counters.measures().counters
         hits.append(1 - (after["origin_bytes"] - before["origin_bytes"]) / (16 * SIZE))
     assert hits[0] == 0
     assert min(hits[1:]) >= 0.475

@@ -25,7 +25,7 @@ def test_threads_lose_no_count(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert totals(tmp_path)["cache_bytes"] == 16 * 2000 * 3
-    assert counters.totals()["origin_requests"] == 16 * 2000
+    assert counters.measures().counters["origin_requests"] == 16 * 2000
     counters.close()
 
 
@@ -51,7 +51,7 @@ def test_counter_names_have_distinct_places(tmp_path: Path) -> None:
     counters = Counters(tmp_path)
     for number, name in enumerate(NAMES):
         counters.add(name, number + 1)
-    assert counters.totals() == {name: number + 1 for number, name in enumerate(NAMES)}
+    assert counters.measures().counters == {name: number + 1 for number, name in enumerate(NAMES)}
     assert totals(tmp_path / "none") == dict.fromkeys(NAMES, 0)
     counters.close()
 
@@ -108,7 +108,7 @@ def test_live_value_ends_with_its_process(tmp_path: Path) -> None:
         assert counters.measures().live == {"upload_backlog_bytes": 12}
         process.send_signal(signal.SIGKILL)
     assert counters.measures().live == {"upload_backlog_bytes": 5}
-    assert counters.totals()["origin_bytes"] == 3
+    assert counters.measures().counters["origin_bytes"] == 3
     other = Counters(tmp_path)  # folds the file of the killed process
     assert other.measures().live == {"upload_backlog_bytes": 5}
     other.close()
@@ -126,8 +126,8 @@ def test_full_disk_takes_no_counters_and_fails_no_read(
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     counters = Counters(tmp_path)
     counters.add("cache_bytes", 7)
-    assert counters.totals()["cache_bytes"] == 12  # with its own counts, which no other process reads
-    assert before.totals()["cache_bytes"] == 5
+    assert counters.measures().counters["cache_bytes"] == 12  # with its own counts, which no other process reads
+    assert before.measures().counters["cache_bytes"] == 5
     assert len(list(tmp_path.iterdir())) == 1  # nothing half-made is left
     assert caplog.messages[0].startswith(f"{tmp_path}: ")
     assert caplog.messages[0].endswith(": No space left on device")
@@ -165,7 +165,7 @@ def test_counters_file_that_was_damaged_fails_no_process(
     assert totals(tmp_path)["origin_bytes"] == kept
     for _ in range(2):
         counters = Counters(tmp_path)
-        assert counters.totals()["origin_bytes"] == kept
+        assert counters.measures().counters["origin_bytes"] == kept
         counters.close()
     lost = damage != "longer" or name != "retired"
     assert sum(record.message.startswith(f"{path} is recreated") for record in caplog.records) == lost

@@ -194,7 +194,7 @@ class Place:
             yield
 
     def totals(self) -> dict[str, int]:
-        return {name: value for name, value in self.counters.totals().items() if value}
+        return {name: value for name, value in self.counters.measures().counters.items() if value}
 
     def asked(self) -> list[int]:
         """Requests that reached each peer."""
