@@ -61,7 +61,7 @@ class Source(Protocol):
         ...
 
     def fetches_through_peer(self, start: int) -> bool:
-        """Whether another node is requested to fetch the bytes at `start`, which may take long; see `lock_key`."""
+        """Whether another node is requested to fetch the bytes at `start`, which may take long; see `Fetcher.lock_key`."""
         ...
 
 
@@ -98,15 +98,6 @@ def log_fetch(key: str, start: int, stop: int, source: str, seconds: float) -> N
 def cached_counter(*, for_peers: bool) -> str:
     """The name of the counter of bytes that were read from this disk."""
     return "served_cached_bytes" if for_peers else "cache_bytes"
-
-
-def lock_key(source: Source, object_id: bytes, block: int, start: int) -> int:
-    """The lock of one block's fetch between the processes of a node; `start` is the block's first byte.
-
-    A fetch through another node holds another lock than a fetch from the origin. The server of a node takes the second
-    kind only, so nodes that disagree about the owner of a block cannot wait for each other in a cycle.
-    """
-    return lock_number(object_id, block + _THROUGH_PEER if source.fetches_through_peer(start) else block)
 
 
 MakeSource = Callable[[Origin, ObjectInfo, Counters | None], Source]
@@ -220,7 +211,13 @@ class Fetcher:
     # --- steps of a run, in a thread of a pool ----------------------------------------------------
 
     def lock_key(self, block: int) -> int:
-        return lock_key(self.source, self.entry.object_id, block, block * self.entry.block_bytes)
+        """The lock of one block's fetch between the processes of a node.
+
+        A fetch through another node holds another lock than a fetch from the origin. The server of a node takes the second
+        kind only, so nodes that disagree about the owner of a block cannot wait for each other in a cycle.
+        """
+        through_peer = self.source.fetches_through_peer(block * self.entry.block_bytes)
+        return lock_number(self.entry.object_id, block + _THROUGH_PEER if through_peer else block)
 
     def complete_stored(self, block: int, flight: Flight, location: Location | None) -> bool:
         """Complete the flight of a block that is cached by now."""

@@ -404,18 +404,14 @@ class CachedReader:
         """
         entry = self._location.entry
         blocks = blocks_of(start, stop, entry.block_bytes)
-        if len(missing) < len(blocks) or self._is_held_or_in_flight(blocks):
+        in_flight = any((entry.object_id, block) in self._disk.flights for block in blocks)
+        if len(missing) < len(blocks) or in_flight or self._disk.held.get(entry.object_id, blocks):
             return False
         # One block for each reader would not fit into memory.
         crowded = len(FileLocation.open_descriptors) * entry.block_bytes > HELD_BYTES // 2
         # A read that starts at the beginning usually continues. A range of several requests is faster block by block.
         scans = reads.scans or start == 0 or stop - start > RUN_BLOCKS * entry.block_bytes
         return crowded or not scans
-
-    def _is_held_or_in_flight(self, blocks: Sequence[int]) -> bool:
-        """Whether any of these blocks is in memory, or is being fetched by a thread of this process."""
-        name = self._location.entry.object_id
-        return bool(self._disk.held.get(name, blocks)) or any((name, block) in self._disk.flights for block in blocks)
 
     def _read_pages(self, location: FileLocation, start: int, stop: int, missing: set[int], began: float) -> Buffer:
         """Read a range of which the blocks `missing` are not complete. Fetches only its missing pages."""
