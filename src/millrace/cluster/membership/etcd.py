@@ -312,7 +312,7 @@ class _Registration:
                     # full refuses it, but not the next request.
                     with contextlib.suppress(EtcdDownError):
                         self._put(replace(me, state=MemberState.LEAVING), lease)
-                self._call("/v3/lease/revoke", {"ID": lease})
+                self._members.gateway.call("/v3/lease/revoke", {"ID": lease})
             except MillraceError as error:
                 _log.warning("%s: cannot remove it from etcd; its lease expires instead: %s", me.id, error)
 
@@ -354,7 +354,7 @@ class _Registration:
     def _renew(self) -> None:
         """Renew the lease. If it has expired, the member is no longer published."""
         if self._lease is not None:
-            response = self._call("/v3/lease/keepalive", {"ID": self._lease})
+            response = self._members.gateway.call("/v3/lease/keepalive", {"ID": self._lease})
             if _number(response.get("result", {}).get("TTL")) <= 0:
                 self._lease = self._published = None
 
@@ -370,7 +370,7 @@ class _Registration:
                 if error.status != NOT_FOUND:
                     raise
         self._lease = self._published = None
-        response = self._call("/v3/lease/grant", {"TTL": str(round(self._members._lease_seconds))})
+        response = self._members.gateway.call("/v3/lease/grant", {"TTL": str(round(self._members._lease_seconds))})
         lease = str(response.get("ID", ""))
         self._put(self._me, lease)
         self._lease = lease
@@ -382,13 +382,10 @@ class _Registration:
         is_missing = self._published is None
         if is_missing and self.absences % 2 == 0:  # odd while it is missing
             self.absences += 1
-        response = self._call("/v3/kv/put", body)
+        response = self._members.gateway.call("/v3/kv/put", body)
         self.absences += is_missing
         self._published_at = _revision(response)
         self._published = member
-
-    def _call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._members.gateway.call(path, body)
 
 
 def _revision(response: dict[str, Any]) -> int:
