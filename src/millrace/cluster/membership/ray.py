@@ -114,10 +114,8 @@ def ray_nodes(options: CacheOptions) -> dict[str, str]:
     import ray
 
     control = _control_plane(str(ray.get_runtime_context().gcs_address))
-    found = {}
-    for record in parse_members(control.scan(f"{cluster_name(options, _default_dirs())}/member/")).values():
-        found[record.member.id] = record.ray_node
-    return found
+    records = parse_members(control.scan(f"{cluster_name(options, _default_dirs())}/member/"))
+    return {record.member.id: record.ray_node for record in records.values()}
 
 
 def _is_client() -> bool:
