@@ -11,11 +11,12 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
-from millrace.config import BY_RAY, CacheOptions, resolve
+from millrace.config import BY_RAY, resolve
 from millrace.errors import ConfigurationError, MillraceError, PeerError, StorageError, UsageError
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
@@ -55,7 +56,7 @@ class ReadThrough:
         self._is_decided = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _read_through, (self._origin, self._required)
+        return partial(ReadThrough, required=self._required), (self._origin,)
 
     def read(self, info: ObjectInfo, start: int, stop: int) -> Buffer:
         """The bytes `[start, stop)` of this version. Raises as `Readable.read` of the origin."""
@@ -117,7 +118,11 @@ class ReadThrough:
         options = resolve({})
         if not options.names_cluster:
             if self._required:
-                raise _no_cluster(options)
+                raise ConfigurationError(
+                    f"read_through='cluster' in a process without a cluster (members={options.members!r})",
+                    next_step="set MILLRACE_MEMBERS, or 'members' in millrace.toml; call ray.init() first; "
+                    "or leave it 'auto'",
+                )
             return None
         with importing():
             from millrace.cluster.attach import Attached
@@ -159,14 +164,3 @@ def _ranks_share_node() -> bool:
     """Whether other ranks on this node restore as well, by the variables of torchrun and Ray Train."""
     count = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
     return count != "1"
-
-
-def _read_through(origin: Origin, required: bool) -> ReadThrough:
-    return ReadThrough(origin, required=required)
-
-
-def _no_cluster(options: CacheOptions) -> ConfigurationError:
-    return ConfigurationError(
-        f"read_through='cluster' in a process without a cluster (members={options.members!r})",
-        next_step="set MILLRACE_MEMBERS, or 'members' in millrace.toml; call ray.init() first; or leave it 'auto'",
-    )
