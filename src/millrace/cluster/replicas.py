@@ -84,12 +84,10 @@ class _Place:
     nbytes: int = 0
     reserved: dict[ReplicaName, _Reservation] = field(default_factory=dict)
 
-    def reserved_bytes(self) -> int:
-        return sum(each.nbytes for each in self.reserved.values())
-
     def left(self) -> int:
         """The bytes that further replicas may take."""
-        return int(REPLICA_SHARE * self.disk.store.space.capacity_bytes()) - self.nbytes - self.reserved_bytes()
+        reserved_bytes = sum(each.nbytes for each in self.reserved.values())
+        return int(REPLICA_SHARE * self.disk.store.space.capacity_bytes()) - self.nbytes - reserved_bytes
 
     def directory(self, name: ReplicaName) -> Path:
         return self.root / name.run / name.checkpoint
