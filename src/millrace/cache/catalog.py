@@ -13,17 +13,17 @@ from millrace.cache.eviction.usage import url_of
 from millrace.cache.node import CacheNode
 from millrace.config import Amount
 from millrace.errors import UsageError
-from millrace.store.records import Entry, ObjectName
+from millrace.store.records import Entry
 
-_PAGE = 1000
+_REPORTED_OBJECTS = 1000
 
 
 class CachedObject(NamedTuple):
     """One object version with cached bytes.
 
-        `origin` is the identity of its origin, `key` its name at the origin. `cached_bytes` of its `size` are cached.
+    `origin` is the identity of its origin, `key` its name at the origin. `cached_bytes` of its `size` are cached.
     `last_used` is in Unix seconds, about a second late. For a small object it is that of its segment, of which others may
-        have been used. None where it is not known.
+    have been used. None where it is not known.
     """
 
     origin: str
@@ -57,7 +57,7 @@ class PlacedRule(NamedTuple):
     """A rule with its prefix, and the objects that it covers on all disks of the node.
 
     `quota_bytes` is the quota in bytes; None without one. `used_bytes` are those that count to the rule's quota, or
-        lie below its prefix where it has none.
+    are below its prefix where it has none.
     """
 
     origin: str
@@ -102,18 +102,11 @@ def cached_objects(node: CacheNode, place: Place | None = None) -> Iterator[Cach
 
 
 def _entries(disk: Disk, place: Place | None) -> Iterator[Entry]:
-    """The records of objects with cached bytes, in pages: no transaction stays open while the caller works."""
-    after = b""
-    while page := disk.store.index.page(after, _PAGE):
-        after = page[-1].object_id
-        for entry in page:
-            if entry.cached_bytes and (place is None or _is_at(entry, place)):
-                yield entry
-
-
-def _is_at(entry: Entry, place: Place) -> bool:
-    name = entry.name
-    return name.origin == place[0] and covers(place[1], name.key)
+    """The records of objects with cached bytes."""
+    for entry in disk.store.index.entries():
+        name = entry.name
+        if entry.cached_bytes and (place is None or (name.origin == place[0] and covers(place[1], name.key))):
+            yield entry
 
 
 # --- free ---------------------------------------------------------------------------------------------
@@ -135,7 +128,7 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
             nbytes = entry.cached_bytes
             disk.remove(entry.object_id)
             freed = freed._replace(objects=freed.objects + 1, nbytes=freed.nbytes + nbytes)
-            if freed.objects % _PAGE == 0:
+            if freed.objects % _REPORTED_OBJECTS == 0:
                 on_freed(freed)
         disk.drop_empty_segments()
     return freed
@@ -157,7 +150,8 @@ def pin(node: CacheNode, place: Place) -> None:
 def unpin(node: CacheNode, named: Sequence[tuple[str, Sequence[Place]]]) -> None:
     """Remove every pin at or below the places of each URL. Raises `UsageError` for a URL without any, before any change."""
     for url, places in named:
-        if not any(rule.pinned for disk in node.open_disks for place in places for rule in _rules_below(disk, place)):
+        held = [disk.rules.current() for disk in node.open_disks]
+        if not any(each.at(other).pinned for each in held for place in places for other in each.below(place)):
             above = any(rules(node).rule_for(*place).pinned for place in places)
             raise UsageError(
                 f"{url} has no pin of its own" + (", a prefix above it has" if above else ""),
@@ -194,7 +188,7 @@ def resize(node: CacheNode, capacity: Amount | None) -> None:
     """
     _change(node, lambda rules: rules.with_capacity(capacity))
     for disk in node.open_disks:
-        disk.enforce_limits()
+        disk.evictor.enforce(wait=True)
 
 
 def placed_rules(node: CacheNode) -> list[PlacedRule]:
@@ -208,12 +202,17 @@ def placed_rules(node: CacheNode) -> list[PlacedRule]:
             if rule.quota is not None:
                 quotas[place] = quotas.get(place, 0) + rule.quota.of(size)
     used = dict.fromkeys(places, (0, 0))
-    if places:
-        for disk in node.open_disks:
-            held = disk.rules.current()
-            for entry in _entries(disk, None):
-                quota_place = held.rule_of(entry.name).quota_place
-                _count(used, places, entry.name, entry.cached_bytes, quota_place)
+    for disk in node.open_disks if places else ():
+        held = disk.rules.current()
+        for entry in _entries(disk, None):
+            name = entry.name
+            quota_place = held.rule_of(name).quota_place
+            for prefix in prefixes_of(name.key):
+                place = (name.origin, prefix)
+                # Of several quotas an object counts to one only.
+                if (found := places.get(place)) and (found.quota is None or place == quota_place):
+                    nbytes, objects = used[place]
+                    used[place] = (nbytes + entry.cached_bytes, objects + 1)
     return [
         PlacedRule(
             origin=place[0],
@@ -226,26 +225,6 @@ def placed_rules(node: CacheNode) -> list[PlacedRule]:
         )
         for place, rule in sorted(places.items())
     ]
-
-
-def _count(
-    used: dict[Place, tuple[int, int]],
-    places: dict[Place, Rule],
-    name: ObjectName,
-    held: int,
-    quota_place: Place | None,
-) -> None:
-    """Count an object to every rule that holds for it; of several quotas only to the one that it counts to."""
-    for prefix in prefixes_of(name.key):
-        place = (name.origin, prefix)
-        if (rule := places.get(place)) and (rule.quota is None or place == quota_place):
-            nbytes, objects = used[place]
-            used[place] = (nbytes + held, objects + 1)
-
-
-def _rules_below(disk: Disk, place: Place) -> list[Rule]:
-    held = disk.rules.current()
-    return [held.at(other) for other in held.below(place)]
 
 
 def _change(node: CacheNode, edit: Callable[[Rules], Rules]) -> None:

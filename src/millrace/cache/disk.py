@@ -20,7 +20,7 @@ from millrace.cache.attribution import Attribution, JobAndPrefix, Reads, job_of
 from millrace.cache.counters import NO_MEASURES, Counters, Measures, without_dip
 from millrace.cache.eviction import keep_policy
 from millrace.cache.eviction.audit import Audit, Leftovers
-from millrace.cache.eviction.copies import Copies, Keep, StillACopy
+from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.evictor import Candidate, Evictor
 from millrace.cache.eviction.policy import EvictionPolicy
 from millrace.cache.eviction.retention import Place, RulesFile
@@ -194,7 +194,7 @@ class Disk:
         self.segment_maps = SegmentMaps(self.segments.directory, self.maps, self.segment_sealer.get)
         self.usage = UsageLog(self._count_opens)
         self.records = UsageRecords(self.store.index, _POLICY)
-        self._copies = Copies(self.store.index, self.records)
+        self.copies = Copies(self.store.index, self.records)  # the cluster sets how to recognise them
         self.evictor = Evictor(
             self.store,
             self.rules,
@@ -204,7 +204,7 @@ class Disk:
             remove_object=self._evict_object,
             remove_segment=self._evict_segment,
             report=self.report,
-            copies=self._copies,
+            copies=self.copies,
             policy=_POLICY,
             audit=Audit(self.store.index, self.records, Leftovers(self.store, self.segments)),
         )
@@ -341,10 +341,6 @@ class Disk:
                 size_text(self.store.space.capacity_bytes()),
             )
 
-    def enforce_limits(self) -> None:
-        """Bring the store inside its limits after these were lowered. Pinned objects stay even if they exceed them."""
-        self.evictor.enforce(wait=True)
-
     # --- use and eviction -----------------------------------------------------------------------------
 
     @contextmanager
@@ -371,24 +367,15 @@ class Disk:
         quota = self.rules.current().rule_of(name).quota
         return SEGMENT_BYTES if quota is None else quota.of(self.store.space.disk_bytes()) // _SEGMENTS_OF_A_QUOTA
 
-    @property
-    def still_a_copy(self) -> StillACopy | None:
-        """Returns whether another node owns an object; None if nothing is a copy, or everything. Set by the cluster."""
-        return self._copies.still_a_copy
-
-    @still_a_copy.setter
-    def still_a_copy(self, function: StillACopy | None) -> None:
-        self._copies.still_a_copy = function
-
     def find_copies(self, origin_identity: str, keys: Collection[str]) -> list[bytes]:
         """The ids of the cached objects with these keys that are copies, or in segments of copies."""
         self.write_down_uses()
-        return self._copies.find(origin_identity, keys)
+        return self.copies.find(origin_identity, keys)
 
     def mark_copies(self) -> int:
         """Mark all units that this node should not hold as copies, after owners have changed. Returns their number."""
         self.write_down_uses()
-        return self._copies.mark_all()
+        return self.copies.mark_all()
 
     def missed(self, entry: Entry, nbytes: int, group: FindGroup, *, peer_bytes: int = 0, served: bool = False) -> None:
         """Note bytes that were fetched; see `UsageLog.missed`.
@@ -505,11 +492,8 @@ class Disk:
             place = rule.quota_place if self.store.space.has_room(nbytes) else None
             if place in self._full_reported:
                 return
-            capacity, used, disk = (
-                self.store.space.capacity_bytes(),
-                self.store.index.used_bytes(),
-                self.store.space.disk_bytes(),
-            )
+            capacity, disk = self.store.space.capacity_bytes(), self.store.space.disk_bytes()
+            used = self.store.index.used_bytes()
         except StorageError as error:
             self.report(error)
             return

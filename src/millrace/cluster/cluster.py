@@ -140,7 +140,7 @@ class Cluster:
             return me is not None and not self.placement().stripes_of(me, object_id, size)
 
         for disk in node.open_disks:
-            disk.still_a_copy = None if me is None else still_a_copy
+            disk.copies.still_a_copy = None if me is None else still_a_copy
 
     def close(self) -> None:
         """Close all connections; later reads open new ones."""

@@ -558,9 +558,9 @@ def test_attachment_used_after_close_all_is_connected_again(options: Options) ->
 
 def test_disks_of_a_node_distinguish_copies_and_those_of_a_client_do_not(options: Options, node: Node) -> None:
     client = node_for(options(members=STATIC, cluster_token=TOKEN, cache_dir=str(options().cache_dirs[0]) + "-client"))
-    assert client.open_disks[0].still_a_copy is None
+    assert client.open_disks[0].copies.still_a_copy is None
     node(VIEW, member_id="127.0.0.1:7001")
     attached = node_for(options(members=STATIC, cluster_token=TOKEN))
-    ask = attached.open_disks[0].still_a_copy
+    ask = attached.open_disks[0].copies.still_a_copy
     assert ask is not None
     assert not ask(b"x" * 16, 10)  # it is the only member

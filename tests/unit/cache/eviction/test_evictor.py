@@ -239,7 +239,7 @@ def test_object_beyond_its_ttl_is_removed(make_node: Callable[..., CacheNode], m
         read(node, origin, key)
     node.open_disks[0].write_down_uses()
     catalog.limit(node, (origin.identity, "b/logs"), quota=None, ttl_seconds=3600.0)
-    node.open_disks[0].enforce_limits()
+    node.open_disks[0].evictor.enforce(wait=True)
     assert all(is_here(node, origin, key) for key in objects(3, "logs"))
     now = time.time()
     monkeypatch.setattr("millrace.cache.eviction.holdings.time.time", lambda: now + 3500)
@@ -247,7 +247,7 @@ def test_object_beyond_its_ttl_is_removed(make_node: Callable[..., CacheNode], m
     node.open_disks[0].write_down_uses()
     monkeypatch.setattr("millrace.cache.eviction.holdings.time.time", lambda: now + 4000)
     node.open_disks[0].evictor._surveyor._due = 0.0
-    node.open_disks[0].enforce_limits()
+    node.open_disks[0].evictor.enforce(wait=True)
     assert [is_here(node, origin, key) for key in objects(3, "logs")] == [False, True, False]
     assert not any(is_here(node, origin, key) for key in objects(3, "logs/small"))
     assert all(is_here(node, origin, key) for key in objects(3))
@@ -270,7 +270,7 @@ def test_quota_holds_and_prefix_replaces_only_its_own_units(make_node: Callable[
         assert any(is_here(node, origin, key) for key in objects(20, "logs/new"))
     catalog.limit(node, (origin.identity, "b/logs"), quota=Amount(nbytes=2 * size), ttl_seconds=None)
     node.open_disks[0].write_down_uses()
-    node.open_disks[0].enforce_limits()
+    node.open_disks[0].evictor.enforce(wait=True)
     assert used(node) <= 10 * SIZE + 2 * size + 4096
     assert all(is_here(node, origin, key) for key in objects(10))
 
@@ -481,7 +481,7 @@ def test_refused_object_is_considered_again_after_a_change(
         disk.store.space.set_limits(capacity=Amount(nbytes=6 * SIZE), min_free=Amount(nbytes=0))
     elif change == "quota":  # what exceeds it is removed, and other data gets the space
         catalog.limit(node, (origin.identity, "b/train"), quota=Amount(nbytes=2 * SIZE), ttl_seconds=None)
-        disk.enforce_limits()
+        disk.evictor.enforce(wait=True)
     assert disk.evictor.reserve(nbytes, candidate)
 
 

@@ -89,7 +89,7 @@ def test_quota_fills_with_whole_objects_and_stays_full(make_node: MakeNode, size
             read(node, origin, f"b/logs/{number}")
         disk.write_down_uses()
         disk.evictor._surveyor._due = 0.0
-        disk.enforce_limits()
+        disk.evictor.enforce(wait=True)
         assert disk.store.index.used_bytes() <= quota
         assert whole_bytes(node) >= quota * size // appended_bytes(size) - 2 * size  # small ones are aligned
 
@@ -106,7 +106,7 @@ def test_lower_quota_evicts_no_more_than_needed(make_node: MakeNode, monkeypatch
         read(node, origin, f"b/logs/{number}")
     catalog.limit(node, (origin.identity, "b/logs"), quota=Amount(nbytes=12 * size), ttl_seconds=None)
     node.open_disks[0].write_down_uses()
-    node.open_disks[0].enforce_limits()
+    node.open_disks[0].evictor.enforce(wait=True)
     assert 11 * size <= whole_bytes(node) <= 12 * size
 
 
@@ -120,7 +120,7 @@ def test_lower_quota_evicts_small_objects_in_steps(make_node: MakeNode) -> None:
             read(node, origin, f"b/logs/{number}")
         node.open_disks[0].write_down_uses()
         node.open_disks[0].evictor._surveyor._due = 0.0
-        node.open_disks[0].enforce_limits()
+        node.open_disks[0].evictor.enforce(wait=True)
         assert quota * 3 // 4 <= whole_bytes(node) <= quota
 
 
@@ -154,7 +154,7 @@ def test_concurrent_readers_fill_a_quota(make_node: MakeNode) -> None:
     disk = node.open_disks[0]
     disk.write_down_uses()
     disk.evictor._surveyor._due = 0.0
-    disk.enforce_limits()
+    disk.evictor.enforce(wait=True)
     assert quota - 2 * size <= disk.store.index.used_bytes() <= quota
 
 
