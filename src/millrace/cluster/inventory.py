@@ -17,7 +17,7 @@ from millrace.cluster.dataplane.server import Call, PlaneServer
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.membership import MemberState, View
 from millrace.cluster.placement import Placement, stripe_span
-from millrace.errors import DamagedError, PeerError, UsageError
+from millrace.errors import DamagedError, PeerError, UsageError, WireError
 from millrace.store.records import BLOCK_BYTES, Entry, block_count, blocks_of
 
 PAGE_OBJECTS = 2000
@@ -26,7 +26,6 @@ PAGE_OBJECTS = 2000
 _MOST_SCANNED = 20_000  # objects per page; a page may end without any offer
 _MOST_RUNS = 20_000
 _MOST_CACHED = 1 << 20
-_INDEX_PAGE = 1000
 _ID_BYTES = 16
 _SAME_VERSION = "use the same version on all nodes"
 
@@ -61,30 +60,20 @@ class Offer:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        what = self.what
-        return {
-            "origin": what.origin,
-            "key": what.key,
-            "version": what.version,
-            "size": what.size,
-            "blocks": [[run.start, run.stop] for run in self.blocks],
-        }
+        return {**self.what.to_json(), "blocks": [[run.start, run.stop] for run in self.blocks]}
 
     @classmethod
     def from_json(cls, value: Any) -> Offer:
         """The reverse of `to_json`; ignores unknown names. Raises `PeerError`."""
         try:
-            origin, key, version, size = (value[name] for name in ("origin", "key", "version", "size"))
+            what = ObjectDescription.from_json(value)
             runs = tuple(range(start, stop) for start, stop in value["blocks"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, WireError) as error:
             raise PeerError(f"malformed inventory: {error!r}") from error
-        texts = isinstance(origin, str) and isinstance(key, str) and isinstance(version, str)
-        if not texts or type(size) is not int or size < 0:
-            raise PeerError("malformed inventory: an object without a name or size")
-        count = block_count(size, BLOCK_BYTES)
+        count = block_count(what.size, BLOCK_BYTES)
         if any(not 0 <= run.start < run.stop <= count for run in runs):
             raise PeerError("malformed inventory: blocks that an object of this size does not have")
-        return cls(ObjectDescription(origin, key, version, size), runs)
+        return cls(what, runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +131,7 @@ def _entries(node: CacheNode, after: bytes) -> Iterator[tuple[Disk, Entry]]:
     """The objects of all disks in the order of their ids."""
 
     def of(disk: Disk) -> Iterator[tuple[bytes, Disk, Entry]]:
-        start = after
-        while page := disk.store.index.page(start, _INDEX_PAGE):
-            start = page[-1].object_id
-            yield from ((entry.object_id, disk, entry) for entry in page)
+        return ((entry.object_id, disk, entry) for entry in disk.store.index.entries(after))
 
     disks = node.open_disks
     merged = of(disks[0]) if len(disks) == 1 else heapq.merge(*map(of, disks), key=lambda found: found[0])

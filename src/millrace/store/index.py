@@ -209,9 +209,8 @@ class Index(IndexTransactions):
 
         return self.write(write, last_pages=True)
 
-    def entries(self) -> Iterator[Entry]:
-        """Every object record, in pages. An open transaction would make the file grow, so none stays open meanwhile."""
-        after = b""
+    def entries(self, after: bytes = b"") -> Iterator[Entry]:
+        """Every object record after an id, in pages. An open transaction would make the file grow, so none stays open."""
         while found := self.page(after, _PAGE):
             yield from found
             after = found[-1].object_id

@@ -105,8 +105,7 @@ class ObjectDescription:
         """The value of the header `Millrace-Object`."""
         found: str | None = self.__dict__.get("_header")
         if found is None:
-            fields = {"origin": self.origin, "key": self.key, "version": self.version, "size": self.size}
-            text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+            text = json.dumps(self.to_json(), ensure_ascii=False, separators=(",", ":"))
             found = base64.urlsafe_b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
             self.__dict__["_header"] = found
         return found
@@ -117,12 +116,24 @@ class ObjectDescription:
         try:
             text = base64.b64decode(value, altchars=b"-_", validate=True).decode("utf-8", "surrogatepass")
             fields = json.loads(text)
-            origin, key, version, size = (fields[name] for name in ("origin", "key", "version", "size"))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise WireError("malformed Millrace-Object") from error
+        return cls.from_json(fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"origin": self.origin, "key": self.key, "version": self.version, "size": self.size}
+
+    @classmethod
+    def from_json(cls, value: Any) -> ObjectDescription:
+        """The reverse of `to_json`; ignores unknown names. Raises `WireError`."""
+        try:
+            origin, key, version, size = (value[name] for name in ("origin", "key", "version", "size"))
+        except (TypeError, KeyError) as error:
+            raise WireError("malformed description of an object") from error
         texts = isinstance(origin, str) and isinstance(key, str) and isinstance(version, str)
         if not texts or type(size) is not int or not 0 <= size < 10**_MAX_DIGITS:
-            raise WireError("malformed Millrace-Object")
+            raise WireError("malformed description of an object")
         return cls(origin, key, version, size)
 
 
@@ -195,15 +206,15 @@ class ResponseHead(NamedTuple):
         return self.headers.get("millrace-lease") == "1"
 
 
-def head_bytes(received: bytes | bytearray, start: int = 0) -> int:
-    """The end of the head that begins at `start`, after its empty line; 0 if it is incomplete.
+def head_bytes(received: bytes | bytearray) -> int:
+    """The end of the head at the beginning of `received`, after its empty line; 0 if it is incomplete.
 
     Raises `WireError` (431) for more than `MAX_HEAD_BYTES`.
     """
-    end = received.find(b"\r\n\r\n", start, start + MAX_HEAD_BYTES) + 4
+    end = received.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
     if end > 3:
         return end
-    if len(received) - start >= MAX_HEAD_BYTES:
+    if len(received) >= MAX_HEAD_BYTES:
         raise WireError(f"a head of more than {MAX_HEAD_BYTES} bytes", status=431)
     return 0
 
