@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from millrace.cluster.dataplane import wire as protocol
@@ -29,6 +30,9 @@ from millrace.errors import (
     WireError,
 )
 from millrace.events import Event, emit
+
+if TYPE_CHECKING:
+    from millrace.cluster.dataplane.server import PlaneServer
 
 _log = logging.getLogger("millrace.cluster")
 
@@ -94,35 +98,10 @@ MakePage = Callable[[], Page]
 """Returns a page. Thread-safe and fast: it may be called for a client without the token."""
 
 
-class Host(Protocol):
-    """The server of a connection. Thread-safe."""
-
-    service: Blocks
-    replicas: Replicas | None
-    address: str
-    repeated: RepeatedRequests
-    ended: threading.Event
-    idle_seconds: float
-    send_seconds: float
-    head_seconds: float
-
-    def secured(self, accepted: socket.socket) -> Transport: ...
-
-    def remove(self, connection: Connection) -> None: ...
-
-    def is_authorized(self, value: str) -> bool: ...
-
-    def is_authorized_head(self, head: bytes) -> bool: ...
-
-    def page_of(self, path: str, *, authorized: bool) -> MakePage | None: ...
-
-    def handler_of(self, method: str, path: str) -> tuple[Handle, str] | None: ...
-
-
 class Connection:
     """One connection and its thread; also the `Exchange` of the request in progress."""
 
-    def __init__(self, server: Host, accepted: socket.socket) -> None:
+    def __init__(self, server: PlaneServer, accepted: socket.socket) -> None:
         self.accepted = accepted
         self.since = time.monotonic()
         """Time of the connect, then of the last response."""
@@ -317,7 +296,7 @@ class Connection:
         if isinstance(response, Content):
             head, parts = response
             try:
-                self.transport.send((head, *parts) if isinstance(parts, tuple) else _with_head(response))
+                self.transport.send((head, *parts) if isinstance(parts, tuple) else chain((head,), parts))
             except MillraceError as error:  # raised while sending: a refusal would be taken for content
                 raise BrokenResponseError(str(error)) from error
         elif isinstance(response, Refusal):
@@ -405,11 +384,6 @@ class Connection:
         else:
             run()
         return result
-
-
-def _with_head(content: Content) -> Any:
-    yield content.head
-    yield from content.parts
 
 
 def _status_of(error: MillraceError) -> int:
