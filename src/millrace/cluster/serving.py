@@ -8,7 +8,7 @@ most once, by its owner in this node's view, however many requests wait for it (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import xxhash
 from typing_extensions import Buffer
@@ -68,7 +68,7 @@ class BlockService:
         if stored is None:
             if not get.described:
                 return Refusal(status=404, message="the object is not cached", code="missing")
-            size = self._described(get).size
+            size = _described(get).size
         else:
             size = stored.entry.size
         start, stop = get.span
@@ -121,8 +121,12 @@ class BlockService:
             missing = self._objects.missing(stored, blocks, partial, verify=get.verify, memory=memory)
             if not missing:
                 break
-            requested = dict(zip(blocks, pieces, strict=True))
-            fetched = self._fetch(get, stored, {block: requested[block] for block in missing}, exchange)
+            if get.mode is GetMode.CACHED:
+                return Refusal(status=404, message="the blocks are not cached", code="missing")
+            what = _described(get) if get.described else _named(stored)
+            requested = {block: piece for block, piece in zip(blocks, pieces, strict=True) if block in missing}
+            # Fetched only if this node is responsible.
+            fetched = self._owning.fetch(what, requested, exchange, rank=get.rank, fetch_id=get.fetch_id)
             if isinstance(fetched, Refusal):
                 return fetched
             memory.update(fetched)
@@ -212,27 +216,17 @@ class BlockService:
                 stored.disk.counters.add("served_cached_bytes", used)
         return hot
 
-    # --- fetching -----------------------------------------------------------------------------------
-
-    def _fetch(
-        self, get: Get, stored: StoredObject | None, missing: Mapping[int, Span], exchange: Exchange
-    ) -> dict[int, Buffer] | Refusal:
-        """Fetch missing blocks, each for the requested part of it, if this node is responsible; see `OwnedBlocks.fetch`."""
-        if get.mode is GetMode.CACHED:
-            return Refusal(status=404, message="the blocks are not cached", code="missing")
-        what = self._described(get) if get.described else _named(stored)
-        return self._owning.fetch(what, missing, exchange, rank=get.rank, fetch_id=get.fetch_id)
-
-    def _described(self, get: Get) -> ObjectDescription:
-        what = ObjectDescription.from_header(get.described)
-        if what.object_id() != get.object_id:
-            raise WireError("the object's id differs from that of its description")
-        return what
-
 
 def _is_whole(start: int, stop: int, size: int) -> bool:
     """Whether a piece is a whole block."""
     return start % BLOCK_BYTES == 0 and (stop % BLOCK_BYTES == 0 or stop == size)
+
+
+def _described(get: Get) -> ObjectDescription:
+    what = ObjectDescription.from_header(get.described)
+    if what.object_id() != get.object_id:
+        raise WireError("the object's id differs from that of its description")
+    return what
 
 
 def _named(stored: StoredObject | None) -> ObjectDescription:
