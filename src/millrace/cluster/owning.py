@@ -18,9 +18,8 @@ from typing_extensions import Buffer
 
 from millrace.cache.counters import Counters
 from millrace.cache.node import CacheNode
-from millrace.cache.reading.fetching import Fetched, MakeSource, Source
+from millrace.cache.reading.fetching import Fetched, Source
 from millrace.cache.reading.reader import CachedReader, ObjectReader
-from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.responses import Done, Exchange, Refusal, Response
@@ -28,7 +27,7 @@ from millrace.cluster.dataplane.stored import StoredObjects
 from millrace.cluster.dataplane.wire import ObjectDescription, Put, Span
 from millrace.cluster.origins import NamedOrigin, Origins
 from millrace.cluster.placement import stripe_of
-from millrace.cluster.receiving import ReceivedBytes
+from millrace.cluster.receiving import ReceivedBytes, reader_for_peers
 from millrace.errors import (
     ChangedError,
     DeniedError,
@@ -111,9 +110,8 @@ class OwnedBlocks:
         if all(member.id != self._member_id for member in members[: max(_PUT_ORDER, self._cluster.link.replicas)]):
             return _NOT_MINE
         received = ReceivedBytes()
-        reader = self._open_reader(
-            self._origins.find(what.origin) or NamedOrigin(what.origin), what, lambda *_: received
-        )
+        origin = self._origins.find(what.origin) or NamedOrigin(what.origin)
+        reader = reader_for_peers(self._node, origin, what, lambda *_: received)
         keeping: list[Future[bool]] = []  # the last one
         try:
             if not isinstance(reader, CachedReader):
@@ -152,7 +150,7 @@ class OwnedBlocks:
         bucket = (what.origin, what.key.partition("/")[0])
         if origin is None or time.monotonic() < self._denied.get(bucket, 0.0):
             return self._await_upload(what, list(missing), exchange)
-        reader = self._open_reader(origin, what)
+        reader = reader_for_peers(self._node, origin, what, self._relay)
         futures: list[Future[dict[int, Buffer]]] = []
         try:
             whole = {block for block, span in missing.items() if span == _span(block, what.size)}
@@ -204,12 +202,6 @@ class OwnedBlocks:
                 return refusal
             self._leases.wait(min(_WAIT_SECONDS, remaining))
             exchange.processing()
-
-    def _open_reader(self, origin: Origin, what: ObjectDescription, source: MakeSource | None = None) -> ObjectReader:
-        info = ObjectInfo(key=what.key, size=what.size, version=what.version, modified=0.0)
-        return self._node.open_reader(
-            origin, info, threads=CALLERS_THREAD, source=source or self._relay, for_peers=True
-        )
 
     def _relay(self, origin: Origin, info: ObjectInfo, counters: Counters | None) -> Source:
         return _RelaySource(self._node.source(origin, info, counters), counters)

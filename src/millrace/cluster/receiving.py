@@ -9,14 +9,20 @@ from typing_extensions import Buffer
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.node import CacheNode
-from millrace.cache.reading.fetching import Fetched
-from millrace.cache.reading.reader import CachedReader
+from millrace.cache.reading.fetching import Fetched, MakeSource
+from millrace.cache.reading.reader import CachedReader, ObjectReader
 from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.origins import NamedOrigin
 from millrace.errors import PeerError, StorageError
-from millrace.origin import ObjectInfo
+from millrace.origin import ObjectInfo, Origin
 from millrace.store.records import BLOCK_BYTES
+
+
+def reader_for_peers(node: CacheNode, origin: Origin, what: ObjectDescription, source: MakeSource) -> ObjectReader:
+    """A reader that serves other members. It fetches in the calling thread, from `source`."""
+    info = ObjectInfo(key=what.key, size=what.size, version=what.version, modified=0.0)
+    return node.open_reader(origin, info, threads=CALLERS_THREAD, source=source, for_peers=True)
 
 
 class ReceivedObject:
@@ -76,15 +82,8 @@ class ReceivedObject:
 
     def _open(self) -> CachedReader | None:
         if self._reader is None:
-            what = self._what
-            info = ObjectInfo(key=what.key, size=what.size, version=what.version, modified=0.0)
-            reader = self._node.open_reader(
-                NamedOrigin(what.origin),
-                info,
-                threads=CALLERS_THREAD,
-                source=lambda *_: self._received,
-                for_peers=True,
-            )
+            origin = NamedOrigin(self._what.origin)
+            reader = reader_for_peers(self._node, origin, self._what, lambda *_: self._received)
             if not isinstance(reader, CachedReader):
                 return None
             self._reader = reader
