@@ -130,10 +130,5 @@ def whole_blocks(start: int, stop: int, size: int) -> tuple[int, int]:
     return first, stop if stop == size else stop // BLOCK_BYTES * BLOCK_BYTES
 
 
-def widened(start: int, stop: int, size: int) -> tuple[int, int]:
-    """The range of all blocks that `[start, stop)` touches in an object of `size` bytes."""
-    return start // BLOCK_BYTES * BLOCK_BYTES, min(size, -(-stop // BLOCK_BYTES) * BLOCK_BYTES)
-
-
 # The threads and uploads belong to the parent.
 _after_fork = forks.objects_reset_in_child(Handover._begin)

@@ -17,7 +17,6 @@ from millrace.cache.reading.fetching import DirectSource, Fetched, Source, log_f
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.client import PeerBytes
 from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
-from millrace.cluster.handover import widened
 from millrace.cluster.membership import Member
 from millrace.cluster.placement import Placement, stripe_of, stripe_span
 from millrace.config import SILENCE_SECONDS
@@ -31,6 +30,7 @@ from millrace.errors import (
 )
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
+from millrace.store.records import BLOCK_BYTES, blocks_of, span_of
 
 MOST_PEERS = 3
 """The most fetch requests, and the most failures, of one read before it uses the origin."""
@@ -166,7 +166,8 @@ class ClusterSource:
     def _from_origin(self, visit: _Visit, start: int, stop: int) -> Fetched:
         if visit.lease is not None:
             # This read uploads the blocks to their owner, which stores only whole ones.
-            first, last = widened(start, stop, self._what.size)
+            blocks = blocks_of(start, stop, BLOCK_BYTES)
+            first, last = span_of(blocks.start, blocks.stop, self._what.size, BLOCK_BYTES)
             whole = self._direct.read(first, last).data
             self._cluster.handover.upload(visit.lease, self._what, first, whole)
             return Fetched(memoryview(whole).cast("B")[start - first : stop - first], visit.keep_of_origin())

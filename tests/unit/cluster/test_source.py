@@ -519,20 +519,19 @@ def test_upload_to_a_silent_member_is_dropped(place: Place, events: list[Event])
 
 
 @pytest.mark.parametrize(
-    ("start", "stop", "size", "whole", "wide"),
+    ("start", "stop", "size", "whole"),
     [
-        (0, 10, 10, (0, 10), (0, 10)),
-        (0, 9, 10, (0, 0), (0, 10)),
-        (1, 10, 10, (BLOCK_BYTES, 10), (0, 10)),
-        (5, 2 * BLOCK_BYTES + 5, SIZE, (BLOCK_BYTES, 2 * BLOCK_BYTES), (0, 3 * BLOCK_BYTES)),
-        (3 * BLOCK_BYTES, SIZE, SIZE, (3 * BLOCK_BYTES, SIZE), (3 * BLOCK_BYTES, SIZE)),
+        (0, 10, 10, (0, 10)),
+        (0, 9, 10, (0, 0)),
+        (1, 10, 10, (BLOCK_BYTES, 10)),
+        (5, 2 * BLOCK_BYTES + 5, SIZE, (BLOCK_BYTES, 2 * BLOCK_BYTES)),
+        (3 * BLOCK_BYTES, SIZE, SIZE, (3 * BLOCK_BYTES, SIZE)),
     ],
 )
-def test_whole_blocks_and_widened_return_block_boundaries(
-    start: int, stop: int, size: int, whole: tuple[int, int], wide: tuple[int, int]
+def test_whole_blocks_of_a_range_end_at_block_boundaries(
+    start: int, stop: int, size: int, whole: tuple[int, int]
 ) -> None:
     assert handover.whole_blocks(start, stop, size) == whole
-    assert handover.widened(start, stop, size) == wide
 
 
 # --- as the owner ---------------------------------------------------------------------------------
