@@ -545,14 +545,8 @@ class Evictor:
                     continue
                 freed = self._remove([_resident(record, holding.nbytes, holding.rule, {}, 0.0)])
                 if freed and pinned:
-                    emit(
-                        Event(
-                            name="cache.pinned.evicted",
-                            subject=str(self._store.directory),
-                            nbytes=freed,
-                            detail="another program fills the disk up to 'min_free'",
-                        )
-                    )
+                    subject, detail = str(self._store.directory), "another program fills the disk up to 'min_free'"
+                    emit(Event(name="cache.pinned.evicted", subject=subject, nbytes=freed, detail=detail))
 
     # --- candidates ---------------------------------------------------------------------------------
 

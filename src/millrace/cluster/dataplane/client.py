@@ -375,14 +375,9 @@ def _receive(exchange: _Exchange, what: ObjectDescription, span: Span) -> tuple[
 
 
 def _report_wrong(member: Member, what: ObjectDescription, wrong: Sequence[Span]) -> None:
-    emit(
-        Event(
-            name="peer.corrupt",
-            subject=member.address,
-            nbytes=sum(stop - start for start, stop in wrong),
-            detail=f"{shown_key(what.key)}: wrong bytes from {wrong[0][0]} on",
-        )
-    )
+    nbytes = sum(stop - start for start, stop in wrong)
+    detail = f"{shown_key(what.key)}: wrong bytes from {wrong[0][0]} on"
+    emit(Event(name="peer.corrupt", subject=member.address, nbytes=nbytes, detail=detail))
 
 
 def _refusal(
