@@ -319,7 +319,7 @@ class FolderViews:
 
     def view(self) -> View:
         facts = self.facts()
-        return _EMPTY if facts is None else facts.view
+        return View(()) if facts is None else facts.view
 
     def facts(self) -> NodeFacts | None:
         """The facts that were published last; None before the first."""
@@ -356,9 +356,6 @@ class FolderViews:
                     self._facts, self._seen = facts, seen
         finally:
             self._reading.release()
-
-
-_EMPTY = View(())
 
 
 def _number(name: str) -> int:
