@@ -141,17 +141,6 @@ def with_node_limits(options: CacheOptions) -> CacheOptions:
     return options if node is None else replace(options, capacity=node.facts.capacity, min_free=node.facts.min_free)
 
 
-def start_ray_nodes(options: CacheOptions) -> set[str]:
-    """Start a node on every Ray node that has none; returns the member ids of the running ones.
-
-    Raises `OriginUnavailableError` if Ray's control plane does not respond.
-    """
-    with importing():
-        from millrace.cluster.membership.ray import start_everywhere
-
-    return start_everywhere(options, start=node_starter())
-
-
 def close_all() -> None:
     """Close this process's attachments to clusters; the next use attaches again. For tests."""
     global _process
@@ -351,8 +340,9 @@ class _Attachment:
 
         A forked child, which cannot use Ray, uses any node that Ray started: its parent may not have waited for it.
         """
-        is_forked = self.process.parents is not None
-        if not (is_forked and self._link is None if self._by_ray else self._link is not None):
+        by_name = not self._by_ray and self._link is not None
+        is_forked = self._by_ray and self._link is None and self.process.parents is not None
+        if not (by_name or is_forked):
             return False
         with importing():
             from millrace.cluster.folder import node_of_cluster

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from millrace import errors
-from millrace.cluster.attach import link_for, start_ray_nodes
+from millrace.cluster.attach import link_for
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import LOAD_PATH, MAX_ORDER_BYTES
 from millrace.cluster.load_order import MOST_KEYS, LoadOrder
 from millrace.cluster.membership import Member, MemberState, View, ViewSource
+from millrace.cluster.node_starter import node_starter
 from millrace.config import CacheOptions
 from millrace.errors import (
     DiskFullError,
@@ -32,6 +33,7 @@ from millrace.errors import (
 from millrace.filesystem.listing import ListingFileSystem
 from millrace.filesystem.loading import LoadProgress, Rate, complete, with_progress
 from millrace.origin.side_by_side import side_by_side
+from millrace.runtime.forks import importing
 
 _POLL_SECONDS = 0.5
 _FIRST_POLL_SECONDS = 0.02
@@ -92,7 +94,10 @@ def start_everywhere(options: CacheOptions, views: ViewSource) -> None:
 
     Otherwise they start at their first use. Raises `OriginUnavailableError` if Ray's control plane does not respond.
     """
-    wanted = start_ray_nodes(options)
+    with importing():
+        from millrace.cluster.membership.ray import start_everywhere
+
+    wanted = start_everywhere(options, start=node_starter())
     deadline = time.monotonic() + _JOIN_SECONDS
     while not wanted <= {member.id for member in participants(views.view())} and time.monotonic() < deadline:
         time.sleep(_FIRST_POLL_SECONDS)
