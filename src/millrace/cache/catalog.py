@@ -13,7 +13,7 @@ from millrace.cache.eviction.usage import url_of
 from millrace.cache.node import CacheNode
 from millrace.config import Amount
 from millrace.errors import UsageError
-from millrace.store.records import Entry
+from millrace.store.records import Entry, ObjectName
 
 _REPORTED_OBJECTS = 1000
 
@@ -104,9 +104,12 @@ def cached_objects(node: CacheNode, place: Place | None = None) -> Iterator[Cach
 def _entries(disk: Disk, place: Place | None) -> Iterator[Entry]:
     """The records of objects with cached bytes."""
     for entry in disk.store.index.entries():
-        name = entry.name
-        if entry.cached_bytes and (place is None or (name.origin == place[0] and covers(place[1], name.key))):
+        if entry.cached_bytes and (place is None or _is_at(entry.name, place)):
             yield entry
+
+
+def _is_at(name: ObjectName, place: Place) -> bool:
+    return name.origin == place[0] and covers(place[1], name.key)
 
 
 # --- free ---------------------------------------------------------------------------------------------
