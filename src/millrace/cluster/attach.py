@@ -404,7 +404,7 @@ class _Process:
         self.attachments: dict[CacheOptions, _Attachment] = {}
         self._lock = threading.RLock()
         self._links: Links | None = None
-        self._links_lock = threading.Lock()  # not the other, which is held during the first search
+        self._links_lock = threading.RLock()  # not the other, which is held during the first search
 
     def links(self) -> Links:
         """The links of this process. Imports what a cluster needs."""
@@ -425,8 +425,8 @@ class _Process:
             return attachment
 
     def close(self) -> None:
-        """Close all clusters."""
-        with self._links_lock:
+        """Close all clusters, also that of a first search in progress."""
+        with self._lock, self._links_lock:
             if self._links is not None:
                 self._links.close()
 

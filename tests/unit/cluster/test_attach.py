@@ -556,6 +556,33 @@ def test_attachment_used_after_close_all_is_connected_again(options: Options) ->
     assert cluster_of(wanted) is not first
 
 
+def test_close_all_during_the_first_search_closes_its_cluster(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, process = options(members=STATIC, cluster_token=TOKEN), attach._process
+    searching, found = threading.Event(), threading.Event()
+    read_through: list[Cluster] = []
+    closed: list[Cluster] = []
+
+    def slowly(*arguments: Any) -> Any:
+        searching.set()
+        found.wait(300)
+        return link_for(*arguments)
+
+    monkeypatch.setattr(attach, "link_for", slowly)
+    monkeypatch.setattr(Cluster, "close", lambda cluster: closed.append(cluster))
+    reading = threading.Thread(target=lambda: read_through.append(cluster_of(wanted)))
+    reading.start()
+    assert searching.wait(300)
+    closing = threading.Thread(target=close_all)
+    closing.start()
+    eventually(lambda: attach._process is not process)
+    found.set()
+    for thread in (reading, closing):
+        thread.join(300)
+    assert closed == read_through
+
+
 def test_disks_of_a_node_distinguish_copies_and_those_of_a_client_do_not(options: Options, node: Node) -> None:
     client = node_for(options(members=STATIC, cluster_token=TOKEN, cache_dir=str(options().cache_dirs[0]) + "-client"))
     assert client.open_disks[0].copies.still_a_copy is None
