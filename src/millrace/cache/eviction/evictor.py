@@ -220,15 +220,15 @@ class Evictor:
         try:
             rules = self._rules.current()
             place = rules.rule_of(candidate.name()).quota_place if rules.by_place else None
-            self._uncount(place, nbytes, rules)
+            self._uncount(place, nbytes)
         except StorageError as error:
             self._report(error)
 
-    def _uncount(self, place: Place | None, nbytes: int, rules: Rules) -> None:
+    def _uncount(self, place: Place | None, nbytes: int) -> None:
         """Remove bytes from the quota of `place`."""
         if place is not None:
             with self._quota_lock:
-                used = self._surveyor.current(rules).used
+                used = self._surveyor.current(self._rules.current()).used
                 used[place] = max(0, used.get(place, 0) - nbytes)
 
     def _reserve(self, nbytes: int, *, wait: bool = True) -> bool:
@@ -602,7 +602,7 @@ class Evictor:
             freed += victim.nbytes
             gone.append(key)
             self._space.removed(victim.nbytes, self._store.space.free_bytes() - before)
-            self._uncount(victim.rule.quota_place, victim.nbytes, self._rules.current())
+            self._uncount(victim.rule.quota_place, victim.nbytes)
         if gone:
             self._records.gone(gone)
         return freed
