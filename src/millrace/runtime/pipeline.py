@@ -115,8 +115,13 @@ class ThreadPool(Generic[Job, Result]):
             # Daemons: the caller that waits for the results decides how long they run.
             name = f"millrace-checkpoint-{len(self._threads)}"
             thread = threading.Thread(target=copy_context().run, args=(self._run,), name=name, daemon=True)
-            thread.start()
+            # Before it starts: an interrupt may end `start` after the thread has started, and `close` must end it.
             self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many threads
+                self._threads.remove(thread)
+                raise
         call: _Call[Job, Result] = _Call(job)
         self._jobs.put(call)
         return call
@@ -126,7 +131,8 @@ class ThreadPool(Generic[Job, Result]):
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.is_alive():  # not if its start was interrupted: it has no job left, and `join` may raise
+                thread.join()
 
     def _run(self) -> None:
         while (call := self._jobs.get()) is not None:

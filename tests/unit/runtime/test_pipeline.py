@@ -1,4 +1,4 @@
-"""Jobs in threads: their errors refer to nothing of the caller once they have been raised."""
+"""Jobs in threads: failed ones keep no reference to data of the caller, and interrupts leave no thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from millrace.runtime.pipeline import run_in_order
+from millrace.runtime.pipeline import ThreadPool, run_in_order
 
 
 class Data:
@@ -35,3 +35,45 @@ def test_failed_jobs_leave_no_reference_to_the_data_of_their_caller() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_pool_whose_first_start_is_interrupted_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    pool = ThreadPool(str, 1)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(1)
+    pool.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_pool_whose_thread_cannot_start_raises_and_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = ThreadPool(str, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", failing)
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.submit(1)
+    assert pool.submit(2).result() == "2"
+    pool.close()
+
+
+def test_pool_whose_start_is_interrupted_before_the_thread_begins_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    pool = ThreadPool(str, 1)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(1)
+    pool.close()
