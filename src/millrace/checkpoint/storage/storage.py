@@ -7,6 +7,7 @@ becomes visible under its name only when it is complete and durable.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import errno
 import fcntl
@@ -16,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,6 +39,7 @@ from millrace.errors import (
     ObjectNotFoundError,
     OutcomeUnknownError,
     StorageError,
+    UsageError,
 )
 from millrace.origin import Readable, origin_for_url, service_of, split_url
 from millrace.runtime.pipeline import ThreadPool
@@ -252,6 +255,7 @@ class LocalWriter:
         self._temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
         self._replace = replace
         self._finished = False
+        self._failure: BaseException | None = None
         self.was_renamed = False
         """Whether the file may have its name, whatever failed afterwards."""
         with _translated(self._path):
@@ -262,15 +266,24 @@ class LocalWriter:
                     f"{self._path} cannot be created ({error.strerror})",
                     next_step="check that its directory exists, and that files can be created there",
                 ) from error
-        self._disk = _DiskWriter(self._file.fileno()) if sync else None
+            self._disk = _DiskWriter(self._file) if sync else None
 
     def write(self, data: Buffer, /) -> int:
+        """Append bytes. After an error or an interrupt the file is removed, and every further call raises the same again."""
+        if self._failure is not None:  # a caller may continue, as `torch.save` does to end its archive
+            raise self._failure
+        if self._finished:
+            raise UsageError(f"the writer of {self._path} is closed", next_step="open another one")
         view = memoryview(data).cast("B")
-        with _translated(self._path):
-            if self._disk is not None:
-                self._disk.write(view)
-            else:
-                self._write_to_page_cache(view)
+        try:
+            with _translated(self._path):
+                if self._disk is not None:
+                    self._disk.write(view)
+                else:
+                    self._write_to_page_cache(view)
+        except BaseException as error:  # some bytes may be missing
+            self._fail(error)
+            raise
         return len(view)
 
     def _write_to_page_cache(self, view: memoryview) -> None:
@@ -284,6 +297,8 @@ class LocalWriter:
         return None if self._disk is None else self._disk.written
 
     def close(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         if self._finished:
             return
         try:
@@ -299,19 +314,26 @@ class LocalWriter:
                 if self._disk is not None:
                     _sync_directory(self._directory)
             self._finished = True
-        finally:
-            self.abort()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = copy.copy(error)  # without its traceback, which refers to this writer and to the caller's data
+        self.abort()
 
     def abort(self) -> None:
-        if self._finished:
+        if self._finished and self._file.closed:
             return
         self._finished = True
-        if self._disk is not None:
-            self._disk.stop()
-        with contextlib.suppress(OSError):
-            self._file.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._temporary)
+        try:
+            if self._disk is not None:
+                self._disk.stop()
+            with contextlib.suppress(OSError):
+                self._file.close()
+        finally:  # also if an interrupt ends the wait for the thread, which may use the open file until the next call
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary)
 
     def __enter__(self) -> Self:
         return self
@@ -333,14 +355,15 @@ class _DiskWriter:
     file systems, such as NFS, write through the page cache, which is synced at intervals.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: FileIO) -> None:
+        # Not its descriptor, which could be that of another file once this one is closed.
+        self._file = file
         self.written = (0, 0.0)
         """Bytes on the disk, and the seconds of writing them."""
         self._pool = ThreadPool(self._work, 1)
         self._pending: deque[Any] = deque()
         # File systems without a device of their own have the major number 0.
-        self._in_blocks = os.major(os.fstat(descriptor).st_dev) != 0
+        self._in_blocks = os.major(os.fstat(file.fileno()).st_dev) != 0
         self._block: Any = None
         self._filled = self._position = self._synced = 0
 
@@ -380,7 +403,7 @@ class _DiskWriter:
         if self._filled > aligned:
             self._set_direct(False)
             self._write_at(self._block[aligned : self._filled], self._position)
-        os.fsync(self._descriptor)
+        os.fsync(self._file.fileno())
         self.stop()
 
     def stop(self) -> None:
@@ -407,7 +430,7 @@ class _DiskWriter:
         block, position = job
         began = time.monotonic()
         if block is None:
-            os.fdatasync(self._descriptor)
+            os.fdatasync(self._file.fileno())
         else:
             self._write_block(block, position)
             position += block.size
@@ -427,13 +450,13 @@ class _DiskWriter:
     def _write_at(self, data: Any, position: int) -> None:
         done = 0
         while done < data.size:
-            done += os.pwrite(self._descriptor, data[done:], position + done)
+            done += os.pwrite(self._file.fileno(), data[done:], position + done)
 
     def _set_direct(self, value: bool) -> None:
         """Turn direct writes on, if the file system supports them, or off."""
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         with contextlib.suppress(OSError):
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if value else flags & ~os.O_DIRECT)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if value else flags & ~os.O_DIRECT)
 
 
 def _describe(name: str, info: os.stat_result) -> StoredFile:

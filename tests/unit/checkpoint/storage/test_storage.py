@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import random
 import resource
@@ -25,6 +27,7 @@ from millrace.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
+    UsageError,
 )
 from millrace.origin import Readable, open_origin
 from millrace.runtime.pipeline import run_in_order
@@ -266,6 +269,75 @@ def test_error_of_a_sync_is_raised_without_a_block_device(tmp_path, monkeypatch)
     with pytest.raises(StorageError, match="Input/output error"):
         write(storage, [bytes(BLOCK)] * 40)
     assert list(storage.names()) == []
+
+
+def failing_once(function, error, at):
+    """The function, which raises the error in its call number `at`."""
+    calls = itertools.count(1)
+
+    def call(*arguments):
+        if next(calls) == at:
+            raise error
+        return function(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_writer_whose_caller_continues_after_an_error_publishes_no_file(disk, error, monkeypatch):
+    writer = disk.open_writer("file")
+    monkeypatch.setattr(os, "pwrite", failing_once(os.pwrite, error, 2))
+    expected = StorageError if isinstance(error, OSError) else KeyboardInterrupt
+    raised = 0
+    for _ in range(10):
+        try:
+            writer.write(bytes(BLOCK))
+        except expected:
+            raised += 1
+    assert raised > 1
+    with pytest.raises(expected):
+        writer.close()
+    with pytest.raises(expected):
+        writer.close()
+    assert os.listdir(disk.url) == []
+
+
+def test_writer_whose_close_failed_raises_the_error_again(disk, monkeypatch):
+    writer = disk.open_writer("file")
+    writer.write(bytes(BLOCK + 1))
+    monkeypatch.setattr(os, "fsync", failing_once(os.fsync, OSError(errno.EIO, "Input/output error"), 1))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="Input/output error"):
+            writer.close()
+    assert os.listdir(disk.url) == []
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_write_to_a_closed_writer_is_refused_and_changes_no_other_file(disk, end):
+    writer = disk.open_writer("file")
+    writer.write(b"complete")
+    getattr(writer, end)()
+    with open(os.path.join(disk.url, "other"), "wb", buffering=0) as other:  # with the same descriptor
+        other.write(b"other")
+        with pytest.raises(UsageError, match="is closed"):
+            writer.write(b"late")
+    with open(other.name, "rb") as found:
+        assert found.read() == b"other"
+
+
+def test_interrupt_of_an_abort_leaves_no_file(disk, monkeypatch):
+    before = threading.active_count()
+    writer = disk.open_writer("file")
+    for _ in range(3):
+        writer.write(bytes(BLOCK))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", failing_once(threading.Thread.join, KeyboardInterrupt(), 1))
+        with contextlib.suppress(KeyboardInterrupt):  # there may be no thread
+            writer.abort()
+    assert os.listdir(disk.url) == []
+    writer.abort()
+    assert writer._file.closed
+    assert threading.active_count() == before
 
 
 def test_abort_with_blocks_in_flight_leaves_no_file_and_no_thread(disk):
