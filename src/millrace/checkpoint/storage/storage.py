@@ -359,11 +359,12 @@ class _DiskWriter:
         # Not its descriptor, which could be that of another file once this one is closed.
         self._file = file
         self.written = (0, 0.0)
-        """Bytes on the disk, and the seconds of writing them."""
+        """Bytes on the disk, and the seconds in which the disk wrote them."""
         self._pool = ThreadPool(self._work, 1)
         self._pending: deque[Any] = deque()
         # File systems without a device of their own have the major number 0.
         self._in_blocks = os.major(os.fstat(file.fileno()).st_dev) != 0
+        self._is_direct = False
         self._block: Any = None
         self._filled = self._position = self._synced = 0
 
@@ -387,8 +388,8 @@ class _DiskWriter:
             if self._filled == BLOCK_BYTES:
                 if self._position == 0:
                     self._set_direct(True)
-                self._submit(self._block)
                 self._position += BLOCK_BYTES
+                self._submit(self._block)
                 self._block, self._filled = None, 0
 
     def finish(self) -> None:
@@ -396,8 +397,8 @@ class _DiskWriter:
         # A file of less than one block is not written directly.
         aligned = self._filled - self._filled % _ALIGNMENT if self._position else 0
         if aligned:
-            self._submit(self._block[:aligned])
             self._position += aligned
+            self._submit(self._block[:aligned])
         while self._pending:
             self._pending.popleft().result()
         if self._filled > aligned:
@@ -426,15 +427,17 @@ class _DiskWriter:
         self._pending.append(self._pool.submit((block, self._position)))
 
     def _work(self, job: tuple[Any, int]) -> Any:
-        """Write a block at a position, or sync what is before it. Returns the block, which can be filled again."""
-        block, position = job
+        """Write the block, if any, that ends at a position of the file. Returns the block, which can be filled again."""
+        block, stop = job
         began = time.monotonic()
-        if block is None:
+        if block is not None:
+            self._write_block(block, stop - block.size)
+        if not self._is_direct:
+            if stop - self.written[0] < _SYNC_BYTES:
+                return block
+            began = time.monotonic()  # copying to the page cache is not the work of the disk
             os.fdatasync(self._file.fileno())
-        else:
-            self._write_block(block, position)
-            position += block.size
-        self.written = (position, self.written[1] + time.monotonic() - began)
+        self.written = (stop, self.written[1] + time.monotonic() - began)
         return block
 
     def _write_block(self, block: Any, position: int) -> None:
@@ -457,6 +460,7 @@ class _DiskWriter:
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if value else flags & ~os.O_DIRECT)
+            self._is_direct = value
 
 
 def _describe(name: str, info: os.stat_result) -> StoredFile:
