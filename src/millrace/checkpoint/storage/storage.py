@@ -409,9 +409,13 @@ class _DiskWriter:
 
     def stop(self) -> None:
         """End the thread. Work that it has not begun is dropped. Idempotent."""
-        while self._pending:
-            self._pending.popleft().is_cancelled = True
+        calls = list(self._pending)
+        self._pending.clear()
+        for call in calls:
+            call.is_cancelled = True
         self._pool.close()
+        for call in calls:
+            call.forget()
         self._block = None
 
     def _free_block(self) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import itertools
 import os
 import random
 import resource
 import tempfile
 import threading
+import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -360,6 +362,27 @@ def test_interrupt_of_an_abort_leaves_no_file(disk, monkeypatch):
     writer.abort()
     assert writer._file.closed
     assert threading.active_count() == before
+
+
+def test_abort_after_an_error_of_a_block_keeps_no_memory(tmp_path, monkeypatch):
+    blocks, failed = [], threading.Event()
+
+    def broken(_, data, __):
+        blocks.append(weakref.ref(data.base))
+        failed.set()
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    monkeypatch.setattr(os, "major", lambda _: 1)
+    gc.disable()
+    try:
+        writer = LocalStorage(str(tmp_path)).open_writer("file")
+        writer.write(bytes(BLOCK))
+        assert failed.wait(60)
+        writer.abort()
+        assert [block() for block in blocks] == [None] * len(blocks)
+    finally:
+        gc.enable()
 
 
 def test_abort_with_blocks_in_flight_leaves_no_file_and_no_thread(disk):
