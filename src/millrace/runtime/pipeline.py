@@ -40,7 +40,7 @@ def run_in_order(jobs: Iterable[Job], work: Callable[[Job], Result], threads: in
     Also works while the interpreter shuts down, if the caller waits for the results.
     """
     pool = ThreadPool(work, threads)
-    pending: deque[_Call[Job, Result]] = deque()
+    pending: deque[Call[Job, Result]] = deque()
     try:
         for job in jobs:
             pending.append(pool.submit(job))
@@ -56,7 +56,7 @@ def run_in_order(jobs: Iterable[Job], work: Callable[[Job], Result], threads: in
             call.forget()
 
 
-class _Call(Generic[Job, Result]):
+class Call(Generic[Job, Result]):
     """One job, and its outcome for the one thread that waits for it.
 
     No `Future`: an interrupt (Ctrl-C) of that thread in the Python code of its condition would block the pool without end.
@@ -107,10 +107,10 @@ class ThreadPool(Generic[Job, Result]):
 
     def __init__(self, work: Callable[[Job], Result], size: int) -> None:
         self._work, self._size = work, size
-        self._jobs: queue.SimpleQueue[_Call[Job, Result] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Call[Job, Result] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, job: Job) -> _Call[Job, Result]:
+    def submit(self, job: Job) -> Call[Job, Result]:
         if len(self._threads) < self._size:
             # Daemons: the caller that waits for the results decides how long they run.
             name = f"millrace-checkpoint-{len(self._threads)}"
@@ -122,7 +122,7 @@ class ThreadPool(Generic[Job, Result]):
             except RuntimeError:  # there are too many threads
                 self._threads.remove(thread)
                 raise
-        call: _Call[Job, Result] = _Call(job)
+        call: Call[Job, Result] = Call(job)
         self._jobs.put(call)
         return call
 

@@ -42,11 +42,11 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.origin import Readable, origin_for_url, service_of, split_url
-from millrace.runtime.pipeline import ThreadPool
+from millrace.runtime.pipeline import Call, ThreadPool
 
 # A file is written to the disk in blocks of this size. Larger ones are not faster.
 BLOCK_BYTES = 4 << 20
-# Blocks, or syncs, for which a file may wait. With the block that is filled, they are the memory of a file.
+# The blocks of a file: while one is filled, the others wait or are written. Without blocks, the syncs that may wait.
 _MOST_PENDING = 3
 # Direct writes begin and end at multiples of this, in memory and in the file. Devices with larger sectors are rare.
 _ALIGNMENT = 4096
@@ -55,6 +55,10 @@ _SYNC_BYTES = 32 << 20
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of file systems without hard links: FAT, and some in user space.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK})
+Block = np.ndarray[Any, np.dtype[np.uint8]]
+# For a sync without a block.
+_NO_BLOCK: Block = np.empty(0, dtype=np.uint8)
+
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
@@ -361,11 +365,11 @@ class _DiskWriter:
         self.written = (0, 0.0)
         """Bytes on the disk, and the seconds in which the disk wrote them."""
         self._pool = ThreadPool(self._work, 1)
-        self._pending: deque[Any] = deque()
+        self._pending: deque[Call[tuple[Block, int], Block]] = deque()
         # File systems without a device of their own have the major number 0.
         self._in_blocks = os.major(os.fstat(file.fileno()).st_dev) != 0
         self._is_direct = False
-        self._block: Any = None
+        self._block = _NO_BLOCK
         self._filled = self._position = self._synced = 0
 
     def write(self, view: memoryview) -> None:
@@ -375,11 +379,11 @@ class _DiskWriter:
             self._write_at(rest, self._position)
             self._position += rest.size
             if self._position - self._synced >= _SYNC_BYTES:
-                self._submit(None)
+                self._submit(_NO_BLOCK)
                 self._synced = self._position
             return
         while rest.size:
-            if self._block is None:
+            if not self._block.size:
                 self._block, self._filled = self._free_block(), 0
             part = rest[: BLOCK_BYTES - self._filled]
             self._block[self._filled : self._filled + part.size] = part
@@ -390,7 +394,7 @@ class _DiskWriter:
                     self._set_direct(True)
                 self._position += BLOCK_BYTES
                 self._submit(self._block)
-                self._block, self._filled = None, 0
+                self._block, self._filled = _NO_BLOCK, 0
 
     def finish(self) -> None:
         """Write what is left, and sync the file."""
@@ -416,26 +420,25 @@ class _DiskWriter:
         self._pool.close()
         for call in calls:
             call.forget()
-        self._block = None
+        self._block = _NO_BLOCK
 
-    def _free_block(self) -> Any:
+    def _free_block(self) -> Block:
         if len(self._pending) == _MOST_PENDING:
             return self._pending.popleft().result()
         memory = np.empty(BLOCK_BYTES + _ALIGNMENT, dtype=np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         return memory[start : start + BLOCK_BYTES]
 
-    def _submit(self, block: Any) -> None:
+    def _submit(self, block: Block) -> None:
         if len(self._pending) == _MOST_PENDING:
             self._pending.popleft().result()
         self._pending.append(self._pool.submit((block, self._position)))
 
-    def _work(self, job: tuple[Any, int]) -> Any:
-        """Write the block, if any, that ends at a position of the file. Returns the block, which can be filled again."""
+    def _work(self, job: tuple[Block, int]) -> Block:
+        """Write the block that ends at a position of the file. Returns the block, which can be filled again."""
         block, stop = job
         began = time.monotonic()
-        if block is not None:
-            self._write_block(block, stop - block.size)
+        self._write_block(block, stop - block.size)
         if not self._is_direct:
             if stop - self.written[0] < _SYNC_BYTES:
                 return block
@@ -444,7 +447,7 @@ class _DiskWriter:
         self.written = (stop, self.written[1] + time.monotonic() - began)
         return block
 
-    def _write_block(self, block: Any, position: int) -> None:
+    def _write_block(self, block: Block, position: int) -> None:
         try:
             self._write_at(block, position)
         except OSError as error:
@@ -454,10 +457,10 @@ class _DiskWriter:
             self._set_direct(False)
             self._write_at(block, position)
 
-    def _write_at(self, data: Any, position: int) -> None:
+    def _write_at(self, data: Block, position: int) -> None:
         done = 0
         while done < data.size:
-            done += os.pwrite(self._file.fileno(), data[done:], position + done)
+            done += os.pwrite(self._file.fileno(), data.data[done:], position + done)
 
     def _set_direct(self, value: bool) -> None:
         """Turn direct writes on, if the file system supports them, or off."""

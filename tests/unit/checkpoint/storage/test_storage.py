@@ -368,7 +368,7 @@ def test_abort_after_an_error_of_a_block_keeps_no_memory(tmp_path, monkeypatch):
     blocks, failed = [], threading.Event()
 
     def broken(_, data, __):
-        blocks.append(weakref.ref(data.base))
+        blocks.append(weakref.ref(data.obj.base))
         failed.set()
         raise OSError(errno.EIO, "Input/output error")
 
