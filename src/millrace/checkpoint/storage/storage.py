@@ -52,13 +52,11 @@ _MOST_PENDING = 3
 _ALIGNMENT = 4096
 # The page cache is synced after this many bytes, so that the disk works meanwhile and the last fsync is short.
 _SYNC_BYTES = 32 << 20
+Block = np.ndarray[Any, np.dtype[np.uint8]]
+_NO_BLOCK: Block = np.empty(0, dtype=np.uint8)  # for a sync alone
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of file systems without hard links: FAT, and some in user space.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK})
-Block = np.ndarray[Any, np.dtype[np.uint8]]
-# For a sync without a block.
-_NO_BLOCK: Block = np.empty(0, dtype=np.uint8)
-
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
