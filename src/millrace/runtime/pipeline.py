@@ -109,6 +109,8 @@ class ThreadPool(Generic[Job, Result]):
         self._work, self._size = work, size
         self._jobs: queue.SimpleQueue[Call[Job, Result] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._working: set[int] = set()
+        self._ends: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def submit(self, job: Job) -> Call[Job, Result]:
         if len(self._threads) < self._size:
@@ -127,17 +129,24 @@ class ThreadPool(Generic[Job, Result]):
         return call
 
     def close(self) -> None:
-        """Wait for the jobs that are not cancelled."""
+        """Wait for the jobs that are not cancelled. After an interrupt it can be called again."""
         for _ in self._threads:
             self._jobs.put(None)
+        # An interrupted `join` takes a working thread for one that has ended (Python before 3.13).
+        while self._working:
+            with contextlib.suppress(queue.Empty):
+                self._ends.get(timeout=_SIGNAL_SECONDS)
         for thread in self._threads:
             if thread.is_alive():  # not if its start was interrupted: it has no job left, and `join` may raise
                 thread.join()
 
     def _run(self) -> None:
+        self._working.add(threading.get_ident())
         while (call := self._jobs.get()) is not None:
             call.run(self._work)
             del call  # no reference to the job or its result while this thread waits
+        self._working.discard(threading.get_ident())
+        self._ends.put(None)
 
 
 # --- memory -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 
@@ -77,3 +78,29 @@ def test_pool_whose_start_is_interrupted_before_the_thread_begins_can_be_closed(
     with pytest.raises(KeyboardInterrupt):
         pool.submit(1)
     pool.close()
+
+
+def test_pool_whose_close_was_interrupted_waits_for_its_job_when_closed_again() -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work(_: int) -> None:
+        begun.set()
+        may_end.wait(60)
+        ended.set()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pool = ThreadPool(work, 1)
+    pool.submit(1)
+    assert begun.wait(60)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            pool.close()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    threading.Timer(0.2, may_end.set).start()
+    pool.close()
+    assert ended.is_set()

@@ -343,9 +343,10 @@ class LocalWriter:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if exc_type is None:
-            self.close()
-        else:
+        try:
+            if exc_type is None:
+                self.close()
+        finally:  # again if an interrupt ended the one of `close`
             self.abort()
 
 

@@ -364,6 +364,17 @@ def test_interrupt_of_an_abort_leaves_no_file(disk, monkeypatch):
     assert threading.active_count() == before
 
 
+def test_interrupt_of_a_failed_close_leaves_no_file_and_no_thread(disk, monkeypatch):
+    before = threading.active_count()
+    monkeypatch.setattr(os, "fsync", failing_once(os.fsync, OSError(errno.EIO, "Input/output error"), 1))
+    stop = failing_once(storage_module._DiskWriter.stop, KeyboardInterrupt(), 1)
+    monkeypatch.setattr(storage_module._DiskWriter, "stop", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write(disk, [bytes(BLOCK)] * 3)
+    assert os.listdir(disk.url) == []
+    assert threading.active_count() == before
+
+
 def test_abort_after_an_error_of_a_block_keeps_no_memory(tmp_path, monkeypatch):
     blocks, failed = [], threading.Event()
 
