@@ -132,8 +132,9 @@ class ThreadPool(Generic[Job, Result]):
         """Wait for the jobs that are not cancelled. After an interrupt it can be called again."""
         for _ in self._threads:
             self._jobs.put(None)
-        # An interrupted `join` takes a working thread for one that has ended (Python before 3.13).
-        while self._working:
+        # An interrupted `join` takes a working thread for one that has ended (Python before 3.13). A forked process has no
+        # thread that is alive.
+        while self._working and any(thread.is_alive() for thread in self._threads):
             with contextlib.suppress(queue.Empty):
                 self._ends.get(timeout=_SIGNAL_SECONDS)
         for thread in self._threads:

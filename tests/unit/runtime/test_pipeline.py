@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import weakref
@@ -104,3 +105,15 @@ def test_pool_whose_close_was_interrupted_waits_for_its_job_when_closed_again() 
     threading.Timer(0.2, may_end.set).start()
     pool.close()
     assert ended.is_set()
+
+
+def test_pool_in_a_forked_process_can_be_closed() -> None:
+    pool = ThreadPool(str, 1)
+    assert pool.submit(1).result() == "1"
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        pool.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    pool.close()
