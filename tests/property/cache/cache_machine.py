@@ -11,7 +11,6 @@ what, and `python cache_machine.py MUTANT` ends with 1 when the machine finds th
 
 from __future__ import annotations
 
-import faulthandler
 import io
 import json
 import logging
@@ -43,6 +42,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.support.stacks import new_stacks, stacks_of, write_stacks_on_signal
 
 import millrace
 from millrace.cache import node
@@ -391,15 +391,14 @@ class CacheMachine(RuleBasedStateMachine):
     def _child(self, seed: int, *, reads: int, kill: bool = False) -> bytes:
         """Fork a process that reads; with `kill` it reads on and on until it is ended in the middle."""
         here, there = os.pipe()
-        stacks = os.memfd_create("stacks")
+        stacks = new_stacks()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads, which this tests
             pid = os.fork()
         if pid == 0:
             try:
                 os.close(here)
-                # Not `dump_traceback_later`: it waits without end for a thread that only the parent has.
-                faulthandler.register(signal.SIGUSR1, file=stacks)
+                write_stacks_on_signal(stacks)
                 self._in_child(there, random.Random(seed), endless=kill)
             finally:
                 os._exit(1)
@@ -409,7 +408,7 @@ class CacheMachine(RuleBasedStateMachine):
             while not kill or received.tell() < reads:
                 # Twice: on a virtual machine that was paused the first wait may end before the other process had its time.
                 assert wait([here], CHILD_SECONDS) or wait([here], 30), (
-                    f"the other process hangs: {_stacks_of(pid, stacks)}"
+                    f"the other process hangs: {stacks_of(pid, stacks)}"
                 )
                 data = os.read(here, 1 if kill else 1 << 20)
                 if not data:
@@ -495,14 +494,6 @@ def _read_at(file: Any, start: int, stop: int) -> bytes:
     file.seek(start)
     data: bytes = file.read(stop - start)
     return data
-
-
-def _stacks_of(pid: int, stacks: int) -> str:
-    """Where the threads of a process wait, in the kernel and in Python."""
-    os.kill(pid, signal.SIGUSR1)
-    time.sleep(1)
-    waits = [f"{each.parent.name} {each.read_text()}" for each in Path(f"/proc/{pid}/task").glob("*/wchan")]
-    return "\n".join([*waits, os.pread(stacks, 1 << 20, 0).decode()])
 
 
 def _damage(path: Path, damage: str, choice: random.Random) -> bool:

@@ -20,6 +20,7 @@ import pytest
 from tests.support.clocks import TimeWithoutWaits
 from tests.support.interrupts import WITH_IS_BROKEN, interrupts
 from tests.support.origins import MemoryOrigin
+from tests.support.stacks import new_stacks, stacks_of, write_stacks_on_signal
 from tests.support.waiting import wait_until
 
 from millrace.config import SILENCE_SECONDS
@@ -335,12 +336,16 @@ def test_slot_without_references_is_released(path: Path) -> None:
 # --- fork ---------------------------------------------------------------------------------------------
 
 
+STACKS = new_stacks()  # of all children
+
+
 def in_child(call: Callable[[], bool]) -> int:
     """Fork; the child calls and returns the result as its exit code. Returns its pid."""
     pid = os.fork()
     if pid == 0:
         code = 2
         try:
+            write_stacks_on_signal(STACKS)
             code = 0 if call() else 1
         finally:
             os._exit(code)
@@ -354,9 +359,10 @@ def exit_code(pid: int) -> int:
         if done:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
+    found = stacks_of(pid, STACKS)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    raise AssertionError("the child hangs")
+    raise AssertionError(f"the child hangs: {found}")
 
 
 @pytest.mark.parametrize("shared", [True, False])
