@@ -1,4 +1,4 @@
-"""The protocol of the storage of one checkpoint, and questions that each storage answers. See `storage.py`."""
+"""The protocol of the storage of one checkpoint, and functions for every storage. `storage.py` opens one."""
 
 from __future__ import annotations
 
