@@ -5,6 +5,7 @@ The machine, and the broken caches that it must detect, are in `cache_machine.py
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -13,8 +14,10 @@ from types import ModuleType
 
 import pytest
 from hypothesis import settings
+from tests.support.fork_server import PATH
 
 PROGRAM = Path(__file__).with_name("cache_machine.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PATH}
 
 
 def _load() -> ModuleType:
@@ -34,7 +37,7 @@ def _run(machine: str, examples: int, steps: int) -> Counter[str]:
     """In a process of its own, whose forks are cheaper than those of one that has run a thousand tests."""
     random_ones = [] if settings.default.derandomize else ["random"]
     command = [sys.executable, str(PROGRAM), machine, str(examples), str(steps), *random_ones]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert (run.returncode, run.stderr) == (0, "")
     done = Counter(json.loads(run.stdout))
     print(f"{machine}, {examples} x {steps}: " + ", ".join(f"{count} {what}" for what, count in sorted(done.items())))
@@ -68,9 +71,8 @@ def test_each_read_is_of_one_version(machine: str, examples: int) -> None:
 def test_planted_bug_is_detected(mutant: str) -> None:
     """By up to ten runs of the size of `make test`, each with other random numbers: one of them misses some bugs."""
     for _ in range(10):
-        run = subprocess.run(
-            [sys.executable, str(PROGRAM), mutant], capture_output=True, text=True, timeout=300, check=False
-        )
+        command = [sys.executable, str(PROGRAM), mutant]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
         if run.returncode:
             break
     assert "wrong reads" in run.stdout, run.stderr
