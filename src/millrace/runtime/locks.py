@@ -31,7 +31,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from pathlib import Path
@@ -56,9 +56,10 @@ _NAMED_PAUSES = (0.001, 0.05)
 _FILE_LOCK_PAUSES = (0.00005, 0.005)  # first and longest pause between two attempts
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
-_SIGN = struct.Struct("<QQQ")  # a `Sign`
+_SIGN = struct.Struct("<QIIQ")  # a `Sign`, and the number of its lock
 _SIGNS = 8192
-"""Places for heartbeats in a file. Two locks that share one make a wait longer when one holder runs and one is stopped."""
+_NEAR = 8
+"""The places for the heartbeat of a lock, from that of its number modulo `_SIGNS`. It is at one of them."""
 
 Sign = tuple[int, int, int]
 """A heartbeat: nanoseconds of the machine's clock, the process, and its namespace of process numbers."""
@@ -109,6 +110,16 @@ def silent_from(stamp: int, first_look: int) -> int:
     return first_look + silence  # of another boot, or not a time
 
 
+def place_of(signs: Sequence[tuple[int, int, int, int]], number: int, now: int) -> int:
+    """Which of the places of a lock its holder writes to: that of its last sign, or else that of the oldest one. Pure.
+
+    So a lock that is held for long keeps its place, and no other lock seems to be held by the same process.
+    """
+    times = [sign[0] if sign[0] <= now else 0 for sign in signs]  # of another boot, or not a time
+    own = [place for place, sign in enumerate(signs) if sign[3] == number and times[place]]
+    return max(own, key=times.__getitem__) if own else times.index(min(times))
+
+
 def lock_number(name: bytes, part: int = 0) -> int:
     """The number of the lock of a name, such as an object id, and a part of it, such as a block."""
     digest = hashlib.blake2b(name + part.to_bytes(8, "big"), digest_size=8).digest()
@@ -122,12 +133,13 @@ class SharedLocks:
     opens its own. The constructor raises `StorageError`, other calls `OSError`.
     """
 
+    _near = _NEAR
+
     def __init__(self, path: Path) -> None:
         with disk_errors(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._beating = threading.Lock()
         self._held: set[int] = set()
-        self._written: dict[int, int] = {}
         self._silent: dict[int, Sign] = {}
         self._idle_beats = 0
         _all_locks.add(self)
@@ -156,10 +168,11 @@ class SharedLocks:
         self._held.add(number)
         if self._silent:
             self._silent.pop(number, None)
-        place, now = number % _SIGNS, time.monotonic_ns()
         # Another process may have had a turn since our last sign. With its sign, ours would not count as stopped.
-        if now - self._written.get(place, 0) > TICK_SECONDS * 1e9 or self.sign_of(number)[1:] != _this_process:
-            self._write_sign(place, now)
+        now = time.monotonic_ns()
+        place, last = self._find_sign(number, now)
+        if now - last[0] > TICK_SECONDS * 1e9 or last[1:] != _this_process:
+            self._write_sign(place, number, now)
         self._idle_beats = 0
         start_beats(self.beat)
         return True
@@ -199,23 +212,28 @@ class SharedLocks:
             now = time.monotonic_ns()
             held = tuple(self._held)
             for number in held:
-                self._write_sign(number % _SIGNS, now)
+                self._write_sign(self._find_sign(number, now)[0], number, now)
         self._idle_beats = 0 if held else self._idle_beats + 1
         return self._idle_beats < _IDLE_BEATS
 
     def sign_of(self, number: int) -> Sign:
         """The last sign of a holder of this lock."""
-        with contextlib.suppress(OSError):  # a failing disk: the same as no sign
-            data = os.pread(self._descriptor, _SIGN.size, number % _SIGNS * _SIGN.size)
-            if len(data) == _SIGN.size:
-                return cast(Sign, _SIGN.unpack(data))
-        return _NO_SIGN
+        return self._find_sign(number, time.monotonic_ns())[1]
 
-    def _write_sign(self, place: int, now: int) -> None:
+    def _find_sign(self, number: int, now: int) -> tuple[int, Sign]:
+        """The place of the next sign of a lock's holder, and the last sign."""
+        first, nbytes, data = number % _SIGNS, _SIGN.size * self._near, b""
+        with contextlib.suppress(OSError):  # a failing disk: the same as no sign
+            data = os.pread(self._descriptor, nbytes, first * _SIGN.size)
+        signs = list(_SIGN.iter_unpack(data.ljust(nbytes, b"\0")))
+        at = place_of(signs, number, now)
+        *sign, written_for = signs[at]
+        return first + at, cast(Sign, tuple(sign)) if written_for == number else _NO_SIGN
+
+    def _write_sign(self, place: int, number: int, now: int) -> None:
         # On a full or failing disk other processes may treat this one as stopped, which costs them a request.
         with contextlib.suppress(OSError):
-            os.pwrite(self._descriptor, _SIGN.pack(now, *_this_process), place * _SIGN.size)
-            self._written[place] = now
+            os.pwrite(self._descriptor, _SIGN.pack(now, *_this_process, number), place * _SIGN.size)
 
 
 _all_locks = forks.objects_reset_in_child(SharedLocks._close_in_child)
@@ -356,6 +374,8 @@ class FileLock(SharedLocks):
     leaves the file locked is noticed by the next heartbeat, which finds the file locked and no thread inside.
     """
 
+    _near = 1  # no other lock is in the file
+
     def __init__(self, path: Path, holder: str, *, limit: float | None = None) -> None:
         super().__init__(path)
         self._holder = holder
@@ -420,7 +440,7 @@ class Activity:
 def _identify() -> tuple[int, int]:
     """This process, and its namespace of process numbers."""
     try:
-        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino
+        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino & 0xFFFFFFFF  # the kernel's numbers are no longer
     except OSError:
         return os.getpid(), os.getpid()  # a namespace that no other process has
 

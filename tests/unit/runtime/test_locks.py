@@ -18,13 +18,16 @@ from tests.support.waiting import in_other_thread, wait_until
 from millrace.errors import StorageError
 from millrace.runtime.directories import locked_directory
 from millrace.runtime.locks import (
+    _SIGNS,
     FileLock,
+    LockWait,
     NamedLocks,
     Outcome,
     SharedLocks,
     SilenceCheck,
     StoppedHolderError,
     lock_number,
+    place_of,
     this_process,
 )
 
@@ -109,6 +112,47 @@ def test_file_lock_taken_again_after_another_process_has_the_sign_of_its_holder(
     lock.close()
 
 
+@pytest.mark.parametrize(
+    ("signs", "place"),
+    [
+        ([(0, 0, 0, 0), (0, 0, 0, 0)], 0),  # a new file
+        ([(5, 1, 1, 7), (0, 0, 0, 0)], 0),  # written before
+        ([(8, 2, 1, 9), (0, 0, 0, 0)], 1),  # the first place is in use
+        ([(8, 2, 1, 9), (5, 1, 1, 7)], 1),
+        ([(8, 2, 1, 9), (9, 2, 1, 11)], 0),  # all are: the oldest
+        ([(4, 2, 1, 7), (5, 1, 1, 7)], 1),  # two, after a race: the last
+        ([(8, 2, 1, 9), (99, 2, 1, 9)], 1),  # of the future: another boot
+        ([(8, 2, 1, 9), (99, 2, 1, 7), (5, 2, 1, 11)], 1),
+        ([(8, 2, 1, 9), (0, 2, 1, 7), (5, 2, 1, 7)], 2),
+    ],
+)
+def test_place_of_a_sign(signs: list[tuple[int, int, int, int]], place: int) -> None:
+    assert place_of(signs, 7, now=10) == place
+
+
+@pytest.mark.usefixtures("impatient")
+def test_running_holder_of_another_lock_does_not_make_a_stopped_one_seem_to_run(tmp_path: Path) -> None:
+    """The places of the two were the same, and each reader waited for `WORKING_SECONDS`: 180 s for each block."""
+    code = (
+        "import pathlib, sys; from millrace.runtime.locks import _SIGNS, SharedLocks;"
+        "locks = SharedLocks(pathlib.Path(sys.argv[1])); locks.try_acquire(3 + _SIGNS);"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    locks = SharedLocks(tmp_path / "locks")
+    with holding(code, tmp_path / "locks") as other:
+        other.send_signal(signal.SIGSTOP)
+        assert locks.try_acquire(3)
+        wait = LockWait(locks)
+        deadline = time.monotonic() + 60
+        while not wait.is_silent(3 + _SIGNS):
+            assert time.monotonic() < deadline
+            locks.beat()
+            time.sleep(0.01)
+        assert locks.sign_of(3)[1] == os.getpid()
+        assert locks.sign_of(3 + _SIGNS)[1] == other.pid
+    locks.close()
+
+
 def test_file_lock_is_not_released_in_the_middle_of_a_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The beat would replace the sign of the next holder."""
     lock = FileLock(tmp_path / "lock", "a process")
@@ -116,7 +160,7 @@ def test_file_lock_is_not_released_in_the_middle_of_a_beat(tmp_path: Path, monke
     lock.__enter__()
     writing, proceed = threading.Event(), threading.Event()
 
-    def write_sign(place: int, now: int) -> None:
+    def write_sign(place: int, number: int, now: int) -> None:
         writing.set()
         assert proceed.wait(300)
 
