@@ -17,7 +17,7 @@ from tests.support.held_locks import holding
 
 import millrace
 from millrace.cache.node import close_nodes
-from millrace.config import SILENCE_SECONDS
+from millrace.config import SILENCE_SECONDS, WORKING_SECONDS
 from millrace.runtime.locks import GRACE_SECONDS, LockWait, SharedLocks, silent_from
 
 MOST_SECONDS = 8 * SILENCE_SECONDS
@@ -136,6 +136,8 @@ def test_process_stopped_at_any_point_blocks_no_reader(tmp_path: Path, data: Pat
         waited.append(seconds_next_to_stopped(tmp_path / f"cache-{number}", data, point) - without)
         if waited[-1] < MOST_SECONDS:
             return
+        if waited[-1] > WORKING_SECONDS / 2:
+            break  # not because of other work; five of these would be ended by the limit of a test, without a reason
     pytest.fail(f"readers waited for a stopped process, seconds: {waited}")
 
 
