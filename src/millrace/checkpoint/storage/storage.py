@@ -42,6 +42,7 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.origin import Readable, origin_for_url, service_of, split_url
+from millrace.runtime import forks
 from millrace.runtime.pipeline import Call, ThreadPool
 
 # A file is written to the disk in blocks of this size. Larger ones are not faster.
@@ -248,7 +249,8 @@ def require_unchanged(storage: LocalStorage, file: StoredFile) -> None:
 class LocalWriter:
     """Writes a file under a temporary name. `close` syncs the file, renames it, and syncs the directory.
 
-    Not thread-safe. An existing file is replaced with `replace`, else `ObjectExistsError` is raised.
+    Not thread-safe. An existing file is replaced with `replace`, else `ObjectExistsError` is raised. A forked child cannot
+    use its parent's writer: each call raises `UsageError`, and `abort` leaves the file to the parent.
     """
 
     def __init__(self, directory: str, name: str, *, sync: bool, replace: bool = True) -> None:
@@ -256,6 +258,7 @@ class LocalWriter:
         self._path = os.path.join(directory, name)
         self._temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
         self._replace = replace
+        self._owner = forks.Owner()
         self._finished = False
         self._failure: BaseException | None = None
         self.was_renamed = False
@@ -274,6 +277,7 @@ class LocalWriter:
         """Append bytes. After an error or an interrupt the file is removed, and every further call raises the same again."""
         if self._failure is not None:  # a caller may continue, as `torch.save` does to end its archive
             raise self._failure
+        self._require_owner()
         if self._finished:
             raise UsageError(f"the writer of {self._path} is closed", next_step="open another one")
         view = memoryview(data).cast("B")
@@ -301,6 +305,7 @@ class LocalWriter:
     def close(self) -> None:
         if self._failure is not None:
             raise self._failure
+        self._require_owner()
         if self._finished:
             return
         try:
@@ -320,12 +325,18 @@ class LocalWriter:
             self._fail(error)
             raise
 
+    def _require_owner(self) -> None:
+        if not self._owner.is_this_process:  # it would wait for the parent's thread, or write into the parent's file
+            raise UsageError(
+                f"the writer of {self._path} was opened before a fork", next_step="open it in the process that writes"
+            )
+
     def _fail(self, error: BaseException) -> None:
         self._failure = copy.copy(error)  # without its traceback, which refers to this writer and to the caller's data
         self.abort()
 
     def abort(self) -> None:
-        if self._finished and self._file.closed:
+        if not self._owner.is_this_process or (self._finished and self._file.closed):
             return
         self._finished = True
         try:

@@ -13,9 +13,11 @@ import resource
 import tempfile
 import threading
 import weakref
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
+from tests.support.forked import in_child
 
 from millrace.checkpoint.codec.chunks import CHUNK_BYTES, OPAQUE, Kind
 from millrace.checkpoint.format.tables import PACK_BELOW_BYTES, Packer
@@ -347,6 +349,27 @@ def test_write_to_a_closed_writer_is_refused_and_changes_no_other_file(disk, end
             writer.write(b"late")
     with open(other.name, "rb") as found:
         assert found.read() == b"other"
+
+
+def test_writer_of_a_parent_is_refused_in_a_forked_child(disk):
+    """The child waited without end for the parent's thread, and its `abort` removed the parent's file."""
+
+    def child() -> str:
+        raised = []
+        for call in (partial(writer.write, bytes(BLOCK)), writer.close):
+            with pytest.raises(UsageError) as error:
+                call()
+            raised.append(str(error.value))
+        with contextlib.suppress(KeyError), writer:
+            raise KeyError
+        return "\n".join(raised)
+
+    with disk.open_writer("file") as writer:
+        writer.write(bytes(2 * BLOCK))
+        assert in_child(child).count("was opened before a fork: open it in the process that writes") == 2
+        writer.write(b"end")
+    with open(os.path.join(disk.url, "file"), "rb") as found:
+        assert found.read() == bytes(2 * BLOCK) + b"end"
 
 
 def test_interrupt_of_an_abort_leaves_no_file(disk, monkeypatch):
