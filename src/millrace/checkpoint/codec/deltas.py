@@ -26,7 +26,7 @@ from millrace.errors import CorruptCheckpointError
 Scratch = Callable[[str, Any, int], Array]
 
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-_SAMPLE = 4096
+_SAMPLE = 1024
 # Grouping takes as long as the rest of a delta.
 _WORTH_BITS = 1.0
 
@@ -73,12 +73,6 @@ def by_exponent(base: Array) -> Array:
     return order
 
 
-def are_mostly_changed(coded: Array) -> bool:
-    """Whether enough values have changed to group the differences `coded`. Those of a few rows compress better ungrouped."""
-    some = coded[:: max(1, coded.size // _SAMPLE)]
-    return 4 * int(np.count_nonzero(some)) > some.size
-
-
 def depend_on_exponent(coded: Array, base: Array) -> bool:
     """Whether the differences `coded` are so much shorter for large values that grouping is worth its time, by a sample.
 
@@ -94,7 +88,8 @@ def depend_on_exponent(coded: Array, base: Array) -> bool:
 
 def _exponents(values: Array) -> Array:
     """The eight bits below the sign of each value."""
-    return np.right_shift(values, 8 * values.itemsize - 9).astype(np.uint8)
+    exponents = np.empty(values.size, dtype=np.uint8)
+    return np.right_shift(values, 8 * values.itemsize - 9, out=exponents, casting="unsafe")
 
 
 def _order(words: Array, out: Array) -> None:
