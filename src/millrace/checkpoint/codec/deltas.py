@@ -80,7 +80,7 @@ def depend_on_exponent(coded: Array, base: Array) -> bool:
     """
     step = max(1, coded.size // _SAMPLE)
     lengths, exponents = np.log2(coded[::step] + 1.0), _exponents(base[::step])
-    is_small = exponents < np.median(exponents)
+    is_small = exponents < exponents.mean()
     if not is_small.any():
         return False
     return float(lengths[is_small].mean() - lengths[~is_small].mean()) > _WORTH_BITS

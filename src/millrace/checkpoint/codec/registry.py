@@ -70,6 +70,10 @@ class ChunkCodec(threading.local):
             return self._planes.encode(raw, kind, effort=Effort.RAW)
         return [bytes([effort.codec << _NUMBER_SHIFT | _OTHER_CODEC]), *parts]
 
+    def estimate(self, sample: Buffer, kind: Kind, base: Buffer | None = None) -> int:
+        """About the length of the chunk that the plane codec makes of a short sample."""
+        return self._planes.estimate(sample, kind, base)
+
     def decode(self, stored: Buffer, kind: Kind, out: memoryview, base: Buffer | None = None) -> None:
         """Decode `stored` into all of `out`, as `Codec.decode`. `base` holds the decoded base of a delta.
 

@@ -448,10 +448,11 @@ class ChunkEncoder:
             return self._whole(raw, kind, digest, effort)
         reference = self._read(base, row, key)
         if unchanged:
+            # Then the base has the checksum of the chunk, too.
             if reference is not None and np.array_equal(raw, reference):
                 return Encoded(None, kind, raw.size, digest, base=row)
             effort = self._schedule.next()
-        if reference is None:
+        if reference is None or not self._is_verified(base, row, reference):
             return self._whole(raw, kind, digest, effort)
         return self._changed(raw, kind, digest, effort, reference, row)
 
@@ -474,8 +475,8 @@ class ChunkEncoder:
         some, others = sample(raw, kind.width), sample(reference, kind.width)
         began = perf_counter()
         scale = raw.size / some.size
-        full_bytes = scale * self._trial(some, kind, None)
-        if fits(scale * self._trial(some, kind, others)):
+        full_bytes = scale * self._trial(some, kind, None, is_whole=some is raw)
+        if fits(scale * self._trial(some, kind, others, is_whole=some is raw)):
             stored, sparse = self._stored(raw, kind, effort, reference, began)
             # The result for the whole chunk decides: the sample may be misleading.
             if fits(len(stored)):
@@ -496,11 +497,13 @@ class ChunkEncoder:
         stored, _ = self._stored(raw, kind, effort, None, began)
         return Encoded(stored, kind, raw.size, digest, checksum(stored))
 
-    def _trial(self, some: Array, kind: Kind, others: Array | None) -> int:
-        """The encoded size of a sample."""
+    def _trial(self, some: Array, kind: Kind, others: Array | None, *, is_whole: bool) -> int:
+        """The encoded size of a whole chunk, about that of a sample."""
+        base = None if others is None else others.data
+        if not is_whole:
+            return self._codec.estimate(some.data, kind, base)
         # Without the greatest effort, which makes both forms smaller by the same few per cent.
-        parts = self._codec.encode(some.data, kind, None if others is None else others.data)
-        return sum(memoryview(part).nbytes for part in parts)
+        return sum(memoryview(part).nbytes for part in self._codec.encode(some.data, kind, base))
 
     def _stored(
         self, raw: Array, kind: Kind, effort: Effort, reference: Array | None, began: float
@@ -522,14 +525,17 @@ class ChunkEncoder:
     def _read(self, base: Base, row: int, key: ChunkKey) -> Array | None:
         """The base's bytes; None if they are gone. Then the whole base is not used any more."""
         try:
-            reference = as_bytes(base.read(row, key))
-            if checksum(reference.data) == int(base.chunks["raw_checksum"][row]):
-                return reference
-            problem = "its values were changed since they were saved"
+            return as_bytes(base.read(row, key))
         except MillraceError as error:
-            problem = str(error)
-        self._give_up(base, problem)
-        return None
+            self._give_up(base, str(error))
+            return None
+
+    def _is_verified(self, base: Base, row: int, reference: Array) -> bool:
+        """Whether the base's bytes have their checksum. If not, the whole base is not used any more."""
+        if checksum(reference.data) == int(base.chunks["raw_checksum"][row]):
+            return True
+        self._give_up(base, "its values were changed since they were saved")
+        return False
 
     def _give_up(self, base: Base, problem: str) -> None:
         """Stop using the base after an error: another attempt could take long to fail."""

@@ -171,6 +171,14 @@ def test_delta_of_equal_steps_is_grouped_by_exponent_and_smaller(kind, effort):
     assert stored(new, kind, old, effort=effort)[0] >> 6 == 0
 
 
+def test_grouped_plane_with_a_very_frequent_value_is_coded_with_matches():
+    old, new = a_step(BF16, lambda base: np.float32(1e-4))
+    chunk = stored(new, BF16, old)
+    assert modes(chunk, BF16) == [Mode.HUFFMAN, Mode.ZSTD]
+    # Its upper byte is zero nearly everywhere. A Huffman code has at least one bit.
+    assert struct.unpack_from("<2I", chunk, 3)[1] < old.size // 2 // 16
+
+
 @pytest.mark.parametrize(("effort", "grouped"), [(Effort.TYPED, 0), (Effort.MAX, 1)])
 def test_delta_of_steps_in_proportion_is_grouped_at_max_effort_only(effort, grouped):
     old, new = a_step(FP32, lambda base: np.float32(0.01) * np.abs(base))
@@ -188,6 +196,23 @@ def test_delta_at_max_effort_has_the_documented_layout():
     planes = codes.view(np.uint8).reshape(4, 4).T.tobytes()
     out = decoded(head + planes, FP32, 16, base.view(np.uint8))
     assert out.view(np.int32).tolist() == raw.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("content", ["one", "zeros", "noise", "weights", "late change"])
+def test_estimate_of_a_sample_is_near_the_length_of_its_chunk(kind, content):
+    raw = CONTENTS[content](16 << 10)
+    few, most = raw.copy(), raw ^ np.uint8(1)
+    few[-8:] ^= 1
+    for base in (None, raw, few, most):
+        estimate = PlaneCodec().estimate(raw.data, kind, None if base is None else base.data)
+        assert estimate == pytest.approx(len(stored(raw, kind, base)), rel=0.06, abs=200)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_estimate_of_repeated_rows_is_far_below_their_length(kind):
+    rows = np.tile(weights(64).view(np.uint8), 64)
+    assert PlaneCodec().estimate(rows.data, kind) < rows.size / 20
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
