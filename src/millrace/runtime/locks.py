@@ -99,6 +99,26 @@ def is_byte_locked(descriptor: int, byte: int) -> bool:
     return bool(_FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, wanted))[0] != fcntl.F_UNLCK)
 
 
+def has_byte_lock(process: int, descriptor: int, byte: int) -> bool:
+    """Whether a process has the lock of a byte of an open file. True where the kernel does not show its locks."""
+    inode = str(os.fstat(descriptor).st_ino)
+    folder = f"/proc/{process}/fdinfo"
+    try:
+        names = os.listdir(folder)
+    except OSError:  # of another user
+        return True
+    for name in names:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            for line in Path(folder, name).read_bytes().decode("ascii").splitlines():
+                # "lock: 1: OFDLCK ADVISORY WRITE -1 08:01:5678 3 7"; the kernel joins the ranges of one open file.
+                fields = line.split()
+                if fields[:1] != ["lock:"] or fields[-3].rpartition(":")[2] != inode:
+                    continue
+                if int(fields[-2]) <= byte and (fields[-1] == "EOF" or byte <= int(fields[-1])):
+                    return True
+    return False
+
+
 def silent_from(stamp: int, first_look: int) -> int:
     """The time from which a holder counts as stopped if its sign, `stamp`, first read at `first_look`, does not change.
 
@@ -220,6 +240,10 @@ class SharedLocks:
         """The last sign of a holder of this lock."""
         return self._find_sign(number, time.monotonic_ns())[1]
 
+    def has_lock(self, process: int, number: int) -> bool:
+        """Whether a process has this lock. Slow."""
+        return has_byte_lock(process, self._descriptor, number)
+
     def _find_sign(self, number: int, now: int) -> tuple[int, Sign]:
         """The place of the next sign of a lock's holder, and the last sign."""
         first, nbytes, data = number % _SIGNS, _SIGN.size * self._near, b""
@@ -242,13 +266,18 @@ _all_locks = forks.objects_reset_in_child(SharedLocks._close_in_child)
 class SilenceCheck:
     """Whether the holders of locks that this process waits for are stopped. Not thread-safe.
 
-    `sign_of` returns the last sign of the holder of a lock, and `silent` contains those of stopped holders.
+    `sign_of` returns the last sign of the holder of a lock, and `silent` contains those of stopped holders. `has_lock`
+    returns whether a process has a lock.
     """
 
-    def __init__(self, sign_of: Callable[[int], Sign], silent: dict[int, Sign]) -> None:
+    def __init__(
+        self, sign_of: Callable[[int], Sign], silent: dict[int, Sign], has_lock: Callable[[int, int], bool]
+    ) -> None:
         self._sign_of = sign_of
         self._silent = silent
+        self._has_lock = has_lock
         self._seen: dict[int, tuple[Sign, int]] = {}
+        self._former: dict[int, Sign] = {}
         self._activity = Activity()
 
     def is_silent(self, number: int) -> bool:
@@ -262,8 +291,13 @@ class SilenceCheck:
         if now < silent_from(sign[0], seen[1]):
             return False
         if sign[2] == _this_process[1] and self._activity.continues(sign[1]):
-            self._seen[number] = (sign, now)  # look again in a moment
-            return False
+            # A holder that was stopped right after it took the lock has not written its sign: this is that of a former one.
+            is_holder = self._has_lock(sign[1], number)
+            if is_holder or self._former.get(number) != sign:
+                self._seen[number] = (sign, now)  # look again in a moment
+                if not is_holder:
+                    self._former[number] = sign
+                return False
         self._silent[number] = sign
         return True
 
@@ -278,7 +312,7 @@ class LockWait(SilenceCheck):
     def __init__(
         self, locks: SharedLocks, *, limit: float | None = None, pauses: tuple[float, float] = _NAMED_PAUSES
     ) -> None:
-        super().__init__(locks.sign_of, locks._silent)
+        super().__init__(locks.sign_of, locks._silent, locks.has_lock)
         self._deadline = time.monotonic() + (WORKING_SECONDS if limit is None else limit)
         self._pause, self._longest_pause = pauses
 
@@ -407,21 +441,23 @@ class Activity:
     def continues(self, process: int) -> bool:
         """Whether a thread of a process runs, waits for a processor or a disk, or has run since the last look, if any.
 
-        Looks at intervals only: a process may have several locks that are checked one after the other.
+        When all threads wait for a disk, the container of the process is paused (cgroup v1), or its disk hangs. Looks at
+        intervals only: a process may have several locks that are checked one after the other.
         """
         now = time.monotonic()
         looked, known, result = self._looks.get(process, (-math.inf, -1, False))
         if now - looked < _LOOK_SECONDS:
             return result
-        running, switches = False, 0
+        states, switches = set(), 0
         with contextlib.suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{process}/task"):
                 with contextlib.suppress(OSError):
                     for line in Path(f"/proc/{process}/task/{thread}/status").read_bytes().splitlines():
                         name, _, value = line.partition(b":")
-                        running = running or (name == b"State" and value.split()[:1] in ([b"R"], [b"D"]))
+                        if name == b"State":
+                            states.add(value[1:2])
                         switches += int(value) if name.endswith(b"voluntary_ctxt_switches") else 0
-        result = running or known != switches
+        result = b"R" in states or (b"D" in states and len(states) > 1) or known != switches
         self._looks[process] = now, switches, result
         return result
 

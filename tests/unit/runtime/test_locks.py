@@ -18,7 +18,9 @@ from tests.support.waiting import in_other_thread, wait_until
 from millrace.errors import StorageError
 from millrace.runtime.directories import locked_directory
 from millrace.runtime.locks import (
+    _LOOK_SECONDS,
     _SIGNS,
+    Activity,
     FileLock,
     LockWait,
     NamedLocks,
@@ -150,6 +152,29 @@ def test_running_holder_of_another_lock_does_not_make_a_stopped_one_seem_to_run(
             time.sleep(0.01)
         assert locks.sign_of(3)[1] == os.getpid()
         assert locks.sign_of(3 + _SIGNS)[1] == other.pid
+    locks.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_sign_of_a_former_holder_does_not_make_a_stopped_one_seem_to_run(tmp_path: Path) -> None:
+    """The holder is stopped before it writes its sign. The last one is that of a process that runs: of the waiting one."""
+    code = (
+        "import pathlib, sys; from millrace.runtime.locks import SharedLocks, try_lock_byte;"
+        "locks = SharedLocks(pathlib.Path(sys.argv[1])); assert try_lock_byte(locks._descriptor, 3);"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    locks = SharedLocks(tmp_path / "locks")
+    assert locks.try_acquire(3)
+    locks.release(3)
+    with holding(code, tmp_path / "locks") as other:
+        other.send_signal(signal.SIGSTOP)
+        assert locks.sign_of(3)[1] == os.getpid()
+        assert not locks.acquire(3, limit=60.0)
+        assert LockWait(locks).is_silent(3)
+        assert locks.has_lock(other.pid, 3)
+        assert not locks.has_lock(os.getpid(), 3)
+    assert locks.acquire(3)
+    assert locks.has_lock(os.getpid(), 3)
     locks.close()
 
 
@@ -300,7 +325,7 @@ def test_running_process_is_silent_for_none_of_its_locks(monkeypatch: pytest.Mon
     try:
         while "State:\tS" not in Path(f"/proc/{process.pid}/status").read_text(encoding="ascii"):
             time.sleep(0.01)
-        check = SilenceCheck(lambda number: (1, process.pid, this_process()[1]), {})
+        check = SilenceCheck(lambda number: (1, process.pid, this_process()[1]), {}, lambda process, number: True)
         assert [check.is_silent(number) for number in range(3)] == [False, False, False]
         process.send_signal(signal.SIGSTOP)
         assert os.waitpid(process.pid, os.WUNTRACED)[1] != 0
@@ -310,6 +335,29 @@ def test_running_process_is_silent_for_none_of_its_locks(monkeypatch: pytest.Mon
     finally:
         process.kill()
         process.wait()
+
+
+def test_process_whose_threads_all_wait_for_the_disk_does_not_continue(tmp_path: Path) -> None:
+    """So does the kernel show a process of a paused container (cgroup v1). A process that works has idle threads as well."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    # Waits for its child, which waits for the other end of the pipe: without a signal, as for a disk.
+    spawn = "os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)])"
+    start = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    for idle, expected in (("", False), (start, True)):
+        code = f"import os, sys, threading, time\n{idle}\n{spawn}"
+        process = subprocess.Popen([sys.executable, "-c", code, str(fifo)])
+        try:
+            status = Path(f"/proc/{process.pid}/status")
+            wait_until(lambda status=status: "State:\tD" in status.read_text(encoding="ascii"))
+            activity = Activity()
+            activity.continues(process.pid)
+            time.sleep(2 * _LOOK_SECONDS)
+            assert activity.continues(process.pid) is expected
+        finally:
+            with open(fifo, "wb"):
+                process.kill()
+                process.wait()
 
 
 def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: Path) -> None:

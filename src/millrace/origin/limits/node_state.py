@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 from millrace.config import MOST_REQUESTS, SILENCE_SECONDS
 from millrace.errors import StorageError
 from millrace.runtime import private_files
-from millrace.runtime.locks import Sign, is_byte_locked, this_process
+from millrace.runtime.locks import Sign, has_byte_lock, is_byte_locked, this_process
 
 BURST_SECONDS = 0.1
 """After a pause, a rate allows the requests of this time at once, and at least one."""
@@ -158,6 +158,10 @@ class NodeState:
     def sign_of(self, slot: int) -> Sign:
         """The last sign of life of the process that has, or had, a slot."""
         return cast(Sign, _SIGN.unpack_from(self._map, _SIGNS + slot * _SIGN.size))
+
+    def has_slot(self, process: int, slot: int) -> bool:
+        """Whether a process has a slot. Slow."""
+        return self._locks is not None and has_byte_lock(process, self._locks, _MARKS + slot)
 
     def taken_by_others(self) -> list[int]:
         """The slots that other processes have."""

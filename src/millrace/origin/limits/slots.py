@@ -293,7 +293,7 @@ class NodeLimiter:
         """
         now = time.monotonic()
         if now >= self._counted_at + _COUNT_SECONDS:
-            self._silence = check = self._silence or SilenceCheck(state.sign_of, {})
+            self._silence = check = self._silence or SilenceCheck(state.sign_of, {}, state.has_slot)
             self._silent = sum(map(check.is_silent, state.taken_by_others()))
             self._counted_at = now
 
