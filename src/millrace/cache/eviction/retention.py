@@ -256,16 +256,17 @@ class RulesFile:
         Raises `UnsupportedFormatError` or `StorageError` when the file cannot be read, and `StorageError` when it cannot be
         written; the old rules then hold.
         """
-        with self._lock:
-            with disk_errors(self._path), locked_directory(self._directory, fcntl.LOCK_EX) as directory:
-                blank = self._is_blank()
-                old = self._rules if blank else self._read()
-                new = edit(old)
-                if new != old or blank:
-                    replace_file(self._path, encode(new))
-                    os.fsync(directory)
-            self._rules, self._seen, self._look_at = new, None, -1.0
-            return new
+        # Excludes the other threads as well. `current` must not wait for it: reads use the rules.
+        with disk_errors(self._path), locked_directory(self._directory, fcntl.LOCK_EX) as directory:
+            blank = self._is_blank()
+            old = self._rules if blank else self._read()
+            new = edit(old)
+            if new != old or blank:
+                replace_file(self._path, encode(new))
+                os.fsync(directory)
+            with self._lock:
+                self._rules, self._seen, self._look_at = new, None, -1.0
+        return new
 
     def _look(self) -> None:
         try:

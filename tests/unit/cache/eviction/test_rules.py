@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.clocks import Clock
+from tests.support.waiting import in_other_thread
 
 from millrace.cache.eviction.retention import (
     NO_RULE,
@@ -29,6 +33,7 @@ from millrace.cache.eviction.retention import (
 from millrace.config import Amount
 from millrace.errors import StorageError, UnsupportedFormatError
 from millrace.events import Event
+from millrace.runtime.directories import locked_directory
 
 S3, OTHER = "s3+aws:us-east-1", "s3+http://other"
 GB = Amount(nbytes=10**9)
@@ -174,6 +179,33 @@ def test_changed_rules_reach_another_process_within_a_second(tmp_path: Path) -> 
     (tmp_path / "rules.json").unlink()
     clock.now = 2.0
     assert reader.current() == NO_RULES
+
+
+def test_rules_are_read_while_a_change_waits_for_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads of data use them. They waited 2 s for each change that waited for a stopped process."""
+    waiting, proceed = threading.Event(), threading.Event()
+
+    @contextmanager
+    def locked(directory: Path, kind: int) -> Iterator[int]:
+        assert kind == fcntl.LOCK_EX
+        waiting.set()
+        assert proceed.wait(300)
+        with locked_directory(directory, kind) as descriptor:
+            yield descriptor
+
+    monkeypatch.setattr("millrace.cache.eviction.retention.locked_directory", locked)
+    rules = RulesFile(tmp_path)
+    change = threading.Thread(target=rules.change, args=(lambda old: old.with_pin((S3, "b")),))
+    change.start()
+    try:
+        assert waiting.wait(300)
+        assert in_other_thread(rules.current) == NO_RULES
+    finally:
+        proceed.set()
+        change.join()
+    assert rules.current().rule_for(S3, "b/x").pinned
 
 
 def test_changes_of_many_threads_are_all_kept(tmp_path: Path) -> None:
