@@ -48,6 +48,7 @@ _REFUSED_SECONDS = 1.0
 _MOST_REFUSALS = 4096
 _TURN_SECONDS = 0.05
 _SHORT_TURN_SECONDS, _LONG_TURN_SECONDS = 2.0, 10.0
+_TURN_PAUSES = (0.0005, 0.02)  # first and longest pause between two attempts
 _DRAWS = 8  # consecutive draws that may contain nothing to evict
 _TAKEN_OF_A_DRAW = 4  # this fraction (1/n) of a large draw is evicted before the next draw
 _PIN_ATTEMPTS = 5
@@ -612,17 +613,16 @@ class Evictor:
     def _exclusively(self, work: Callable[[], bool], seconds: float) -> bool:
         """The result of `work`, which runs while no other evictor of this node does; False if one does for `seconds`.
 
+        False as well if the other one is in a stopped process, at the latest after `SILENCE_SECONDS`.
+
         A function and not a context manager, which an interrupt (Ctrl-C) could leave with its locks held.
         """
-        deadline, pause = time.monotonic() + seconds, 0.0005
+        deadline = time.monotonic() + seconds
         try:
             if not self._turn.acquire(timeout=seconds):
                 return False
-            while not self._locks.try_acquire(_LOCK):
-                if time.monotonic() >= deadline:
-                    return False
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
+            if not self._locks.acquire(_LOCK, limit=deadline - time.monotonic(), pauses=_TURN_PAUSES):
+                return False
             return work()
         finally:
             try:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.computed import ComputedOrigin
+from tests.support.held_locks import holding
 from tests.support.interrupts import interrupted_at
 from tests.support.native import open_native
 from tests.support.waiting import in_other_thread, wait_until
@@ -620,3 +622,21 @@ def test_interrupt_at_any_moment_leaves_the_turn_to_evict_free(make_node: Callab
         if interrupt is None:
             break
     assert number > 5
+
+
+def test_eviction_next_to_a_stopped_evictor_waits_for_the_deadline_only(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resize waited 10 s."""
+    monkeypatch.setattr("millrace.cache.eviction.evictor._LONG_TURN_SECONDS", 600.0)
+    monkeypatch.setattr("millrace.runtime.locks.SILENCE_SECONDS", 0.3)
+    disk = make_node().open_disks[0]
+    code = (
+        "import pathlib, sys; from millrace.runtime.locks import SharedLocks, lock_number;"
+        "locks = SharedLocks(pathlib.Path(sys.argv[1])); locks.try_acquire(lock_number(b'eviction'));"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    with holding(code, disk.store.directory / "locks") as other:
+        other.send_signal(signal.SIGSTOP)
+        in_other_thread(lambda: disk.evictor.enforce(wait=True))
+        in_other_thread(lambda: disk.evictor.enforce(wait=True))
