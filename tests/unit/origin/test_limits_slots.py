@@ -861,3 +861,26 @@ sys.stdin.read()
             assert len(entered) == 3
         finally:
             process.kill()
+
+
+def test_process_stopped_while_it_takes_the_only_slot_does_not_stop_the_others(path: Path) -> None:
+    """It has the lock of the slot, and has not written its sign and its mark yet: the sign is that of this process."""
+    program = """
+import os, signal, sys
+from pathlib import Path
+from millrace.origin.limits import node_state
+state = node_state.NodeState(Path(sys.argv[1]))
+assert state._lock(node_state._flock(node_state.fcntl.F_WRLCK, node_state._MARKS))
+print("in", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    limiter, entered = make(path, most=1), threading.Event()
+    limiter.release(acquire(limiter), responded=True)
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"in\n"
+            in_thread(lambda: (acquire(limiter), entered.set()))
+            assert entered.wait(60), "a stopped process holds up the others"
+        finally:
+            process.kill()

@@ -163,13 +163,14 @@ class NodeState:
         """Whether a process has a slot. Slow."""
         return self._locks is not None and has_byte_lock(process, self._locks, _MARKS + slot)
 
-    def taken_by_others(self) -> list[int]:
-        """The slots that other processes have."""
+    def taken_by_others(self, window: int = 0) -> list[int]:
+        """The slots that other processes have. Slots of `[0, window)` need no mark: a process may be stopped before it."""
         if self._locks is None:
             return []
         marks = self._map[_MARKS : _MARKS + MOST_REQUESTS]
         # The marks of a killed process stay; its locks do not.
-        return [slot for slot, mark in enumerate(marks) if mark and is_byte_locked(self._locks, _MARKS + slot)]
+        looked_at = [slot for slot, mark in enumerate(marks) if mark or slot < window]
+        return [slot for slot in looked_at if is_byte_locked(self._locks, _MARKS + slot)]
 
     # --- waiting processes ------------------------------------------------------------------------
 

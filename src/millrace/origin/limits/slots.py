@@ -294,7 +294,8 @@ class NodeLimiter:
         now = time.monotonic()
         if now >= self._counted_at + _COUNT_SECONDS:
             self._silence = check = self._silence or SilenceCheck(state.sign_of, {}, state.has_slot)
-            self._silent = sum(map(check.is_silent, state.taken_by_others()))
+            taken = state.taken_by_others(self._window().requests + self._silent)
+            self._silent = sum(map(check.is_silent, taken))
             self._counted_at = now
 
     def _first_waiting(self, state: NodeState) -> Slot | None:
