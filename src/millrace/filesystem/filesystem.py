@@ -21,7 +21,7 @@ from millrace.cache.node import CacheNode
 from millrace.cache.reading.reader import CachedReader, ObjectReader, Range, bounds, read_ranges
 from millrace.cluster.attach import Attached
 from millrace.config import LIMIT_NAMES, OPTION_NAMES, anchored, resolve, unknown_names
-from millrace.errors import ConfigurationError, MillraceError, ObjectChangedError, ObjectNotFoundError
+from millrace.errors import ConfigurationError, MillraceError, ObjectChangedError, ObjectNotFoundError, StorageError
 from millrace.filesystem.files import (
     BufferedFile,
     CachedFile,
@@ -417,6 +417,13 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
             raise
         finally:
             reader.close()
+
+    def _changed(self, *keys: str) -> None:
+        try:
+            super()._changed(*keys)
+        except StorageError:
+            self._hot.clear()  # the index, whose changes end them, was not changed
+            raise
 
     def _outdated(self, key: str) -> None:
         self.node.metadata.drop_outdated(self._origin, key)

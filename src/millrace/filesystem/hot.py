@@ -163,6 +163,10 @@ class HotOpens:
         self._put(path, hot)
         return hot
 
+    def clear(self) -> None:
+        """Drop everything."""
+        self._young, self._old = {}, {}
+
     def _put(self, path: str, hot: HotOpen) -> None:
         young = self._young
         if len(young) >= self._limit and path not in young:

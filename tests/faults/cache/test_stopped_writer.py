@@ -19,6 +19,7 @@ from tests.support.fork_server import ForkedProcess, node_server
 import millrace
 from millrace.cache.node import close_nodes
 from millrace.config import SILENCE_SECONDS
+from millrace.errors import StorageError
 from millrace.runtime.locks import FileLock
 
 WRITER = """
@@ -117,6 +118,29 @@ def test_command_with_stopped_writer_ends_with_the_cause(stopped: Path, command:
     ended = run(COMMAND, *command, "--cache-dir", stopped)
     assert "continue or end processes that are stopped" in ended.stderr
     assert len(ended.stderr.splitlines()) <= 2  # the cause, and that the command failed
+
+
+@pytest.mark.slow
+def test_write_that_fails_next_to_a_stopped_writer_leaves_no_older_bytes(data: Path) -> None:
+    """The origin has the new bytes when the index cannot be changed. Reads returned the old ones, here without limit."""
+    path, small = f"{data}/small.bin", (data / "small.bin").read_bytes()
+    fs = millrace.filesystem("file", cache_dir=str(data / "cache"), min_free=0, consistency="immutable")
+    for _ in range(3):
+        assert fs.open_input_file(path).read() == small  # from a map, and the lookup is kept
+    with stopped_writer(data / "cache", data):
+        with pytest.raises(StorageError, match="does not continue"):
+            fs.pipe_file(path, b"new")
+        assert fs.open_input_file(path).read() == b"new"
+        assert fs.cat_file(path) == b"new"
+        assert fs.info(path)["size"] == 3
+        assert fs.cat_file(f"{data}/large.bin", end=10) == (data / "large.bin").read_bytes()[:10]
+    assert fs.cat_file(path) == b"new"
+    with stopped_writer(data / "cache", data):
+        with pytest.raises(StorageError, match="does not continue"):
+            fs.rm_file(path)
+        with pytest.raises(FileNotFoundError):
+            fs.cat_file(path)
+    close_nodes()
 
 
 SETTER_UP = """

@@ -105,6 +105,8 @@ class MetadataCache:
         Listings that could name them are requested again. A key that ends in a slash is a directory, and its listing is
         requested again. The versions that were known are reported as changed. Earlier responses about the keys that are
         still in flight are not stored.
+
+        Raises `StorageError` when the index cannot be changed. Then this process does not use any older metadata.
         """
         try:
             self._change(origin, keys)
@@ -116,9 +118,14 @@ class MetadataCache:
 
     def _change(self, origin: Origin, keys: Sequence[str]) -> None:
         try:
-            self._report(origin, [self._map.change(origin.identity, key) for key in keys])
-        except DiskFullError:
-            self._make_space()
+            try:
+                self._report(origin, [self._map.change(origin.identity, key) for key in keys])
+            except DiskFullError:
+                self._make_space()
+        except StorageError:  # such as a stopped process that writes
+            # The index still has the metadata of these keys. So this process does not use what was requested before.
+            self._freshness = self._freshness._replace(since=self._clock())
+            raise
 
     def _make_space(self) -> None:
         """Drop all metadata of an index that cannot grow: this writes few pages, and leaves space for later changes.
