@@ -136,7 +136,7 @@ def place_of(signs: Sequence[tuple[int, int, int, int]], number: int, now: int) 
     So a lock that is held for long keeps its place, and no other lock seems to be held by the same process.
     """
     times = [sign[0] if sign[0] <= now else 0 for sign in signs]  # of another boot, or not a time
-    own = [place for place, sign in enumerate(signs) if sign[3] == number and times[place]]
+    own = [place for place, sign in enumerate(signs) if sign[3] == number and sign[0]]
     return max(own, key=times.__getitem__) if own else times.index(min(times))
 
 

@@ -125,6 +125,8 @@ def test_file_lock_taken_again_after_another_process_has_the_sign_of_its_holder(
         ([(4, 2, 1, 7), (5, 1, 1, 7)], 1),  # two, after a race: the last
         ([(8, 2, 1, 9), (99, 2, 1, 9)], 1),  # of the future: another boot
         ([(8, 2, 1, 9), (99, 2, 1, 7), (5, 2, 1, 11)], 1),
+        ([(0, 0, 0, 0), (99, 2, 1, 7)], 1),  # written since the clock was read, or in another time namespace
+        ([(5, 2, 1, 7), (99, 2, 1, 7)], 0),
         ([(8, 2, 1, 9), (0, 2, 1, 7), (5, 2, 1, 7)], 2),
     ],
 )
