@@ -288,6 +288,9 @@ class SilenceCheck:
         seen = self._seen.get(number)
         if seen is None or seen[0] != sign:
             seen = self._seen[number] = (sign, now)
+        if self._is_stopped_for_long(number, sign, now):
+            self._silent[number] = sign
+            return True
         if now < silent_from(sign[0], seen[1]):
             return False
         if sign[2] == _this_process[1] and self._activity.continues(sign[1]):
@@ -300,6 +303,15 @@ class SilenceCheck:
                 return False
         self._silent[number] = sign
         return True
+
+    def _is_stopped_for_long(self, number: int, sign: Sign, now: int) -> bool:
+        """Whether the kernel shows the holder as stopped, and its sign is old: no second look is necessary."""
+        return (
+            0 < sign[0] <= now - int(SILENCE_SECONDS * 1e9)
+            and sign[2] == _this_process[1]
+            and self._activity.is_stopped(sign[1])
+            and self._has_lock(sign[1], number)
+        )
 
 
 class LockWait(SilenceCheck):
@@ -436,7 +448,8 @@ class Activity:
     """Whether processes run at all: on a machine on which hundreds need a processor, a heartbeat may be late."""
 
     def __init__(self) -> None:
-        self._looks: dict[int, tuple[float, int, bool]] = {}  # when, the switches of its threads, and the result
+        # When, the switches of its threads, whether it continues, and whether it is stopped.
+        self._looks: dict[int, tuple[float, int, bool, bool]] = {}
 
     def continues(self, process: int) -> bool:
         """Whether a thread of a process runs, waits for a processor or a disk, or has run since the last look, if any.
@@ -445,7 +458,7 @@ class Activity:
         intervals only: a process may have several locks that are checked one after the other.
         """
         now = time.monotonic()
-        looked, known, result = self._looks.get(process, (-math.inf, -1, False))
+        looked, known, result, _ = self._looks.get(process, (-math.inf, -1, False, False))
         if now - looked < _LOOK_SECONDS:
             return result
         states, switches = set(), 0
@@ -458,8 +471,13 @@ class Activity:
                             states.add(value[1:2])
                         switches += int(value) if name.endswith(b"voluntary_ctxt_switches") else 0
         result = b"R" in states or (b"D" in states and len(states) > 1) or known != switches
-        self._looks[process] = now, switches, result
+        self._looks[process] = now, switches, result, bool(states) and states <= {b"T", b"t"}
         return result
+
+    def is_stopped(self, process: int) -> bool:
+        """Whether the kernel shows all threads of a process as stopped. Looks at intervals, as `continues` does."""
+        self.continues(process)
+        return self._looks[process][3]
 
     def any_holder_continues(self, descriptor: int) -> bool:
         """The same of the processes that have a lock (`flock`, `lockf`) of a file. False where none can be found."""

@@ -180,6 +180,21 @@ def test_sign_of_a_former_holder_does_not_make_a_stopped_one_seem_to_run(tmp_pat
     locks.close()
 
 
+@pytest.mark.usefixtures("impatient")
+def test_process_that_is_stopped_for_long_is_silent_at_the_first_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process that opened a store waited .6 s, one after the other: 40 s for 64 of them."""
+    path = tmp_path / "lock"
+    with holding(HOLD, path) as other:
+        other.send_signal(signal.SIGSTOP)
+        assert not SharedLocks(path).acquire(0, limit=60.0)
+        monkeypatch.setattr("millrace.runtime.locks.GRACE_SECONDS", 600.0)
+        locks = SharedLocks(path)
+        assert LockWait(locks).is_silent(0)
+        locks.close()
+
+
 def test_file_lock_is_not_released_in_the_middle_of_a_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The beat would replace the sign of the next holder."""
     lock = FileLock(tmp_path / "lock", "a process")
