@@ -372,9 +372,9 @@ def test_process_whose_threads_all_wait_for_the_disk_does_not_continue(tmp_path:
             time.sleep(2 * _LOOK_SECONDS)
             assert activity.continues(process.pid) is expected
         finally:
-            with open(fifo, "wb"):
-                process.kill()
-                process.wait()
+            process.kill()
+            os.close(os.open(fifo, os.O_RDWR))  # ends its child; does not wait for a reader
+            process.wait()
 
 
 def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: Path) -> None:
