@@ -32,7 +32,7 @@ from millrace.filesystem.files import (
     read_batch,
 )
 from millrace.filesystem.handler import MillraceHandler
-from millrace.filesystem.hot import HotOpens, log_mapped, open_hooks
+from millrace.filesystem.hot import HotOpens, drop_hot_opens, log_mapped, open_hooks
 from millrace.filesystem.managing import CacheManagement
 from millrace.filesystem.paths import OWN_SCHEME, Paths, names_directory, unusable_name, without_any_scheme
 from millrace.filesystem.writing import WritingFileSystem
@@ -422,7 +422,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         try:
             super()._changed(*keys)
         except StorageError:
-            self._hot.clear()  # the index, whose changes end them, was not changed
+            drop_hot_opens()
             raise
 
     def _outdated(self, key: str) -> None:

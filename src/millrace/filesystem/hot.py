@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -119,6 +120,7 @@ class HotOpens:
         self._young: dict[str, HotOpen] = {}
         self._old: dict[str, HotOpen] = {}
         self._limit = max_entries // 2
+        _all.add(self)
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -163,16 +165,21 @@ class HotOpens:
         self._put(path, hot)
         return hot
 
-    def clear(self) -> None:
-        """Drop everything."""
-        self._young, self._old = {}, {}
-
     def _put(self, path: str, hot: HotOpen) -> None:
         young = self._young
         if len(young) >= self._limit and path not in young:
             self._old, self._young = young, {path: hot}
         else:
             young[path] = hot
+
+
+_all: weakref.WeakSet[HotOpens] = weakref.WeakSet()
+
+
+def drop_hot_opens() -> None:
+    """Drop the opens of all file systems of this process, when the index could not be changed, which ends them otherwise."""
+    for opens in list(_all):
+        opens._young, opens._old = {}, {}
 
 
 def _renew(hot: HotOpen) -> bool:
