@@ -29,6 +29,7 @@ class Declared(NamedTuple):
 
 EVENTS = {
     "cache.block.corrupt": Declared(_WARNING, "a cached block was damaged; it was removed and is fetched again"),
+    "cache.disk.opened": Declared(_INFO, "the cache directory can be used now"),
     "cache.disk.failed": Declared(_WARNING, "the cache directory cannot be used; reads and writes continue without it"),
     "cache.disk.left_out": Declared(None, "the cache on this disk is not usable; reads go to the origin"),
     "cache.evicted": Declared(_DEBUG, "removed to make room"),

@@ -41,6 +41,7 @@ from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
+from millrace.runtime.locks import StoppedHolderError
 from millrace.runtime.maintenance import Pool
 from millrace.runtime.pipeline import limit_arenas
 from millrace.runtime.private_files import make_folder
@@ -51,6 +52,9 @@ from millrace.store.signals import Stamp
 # Two pools: fetches that a caller waits for do not queue behind prefetches, see `fetching.py`.
 _FETCH_THREADS = 24
 _PREFETCH_THREADS = 16
+
+# Between two attempts to open a disk for which a stopped process is waited for: each may take `SILENCE_SECONDS`.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2.0, 60.0
 
 _RECENT_GROUPS = 1000
 _GROUP_SECONDS = 1.0
@@ -84,6 +88,7 @@ class CacheNode:
         self._reopen: Callable[[], CacheNode] = lambda: cache_node(options)
         self.closed = False
         self._failure: StorageError | None = None
+        self._next_attempt, self._pause = math.inf, _FIRST_PAUSE_SECONDS
         limit_arenas()
         self._disks = self._open_disks()
         self._threads = Pools(
@@ -91,7 +96,7 @@ class CacheNode:
             ahead=Pool(_PREFETCH_THREADS, "millrace-ahead"),
         )
         self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
-        self._weights = {str(disk.store.directory): _weight(disk, options) for disk in self._disks}
+        self._weights = self._weights_of(self._disks)
         self._metadata, self._metadata_disk = self._remember_on_one_disk()
 
     def _open_disks(self) -> list[Disk]:
@@ -104,14 +109,38 @@ class CacheNode:
             try:
                 disks.append(_disk(store_directory(directory, self.options.folder), self.options))
             except StorageError as error:
+                if self._failure is None or str(self._failure) != str(error):
+                    detail = f"no caching in this directory: {error}"
+                    emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
                 self._failure = error
-                detail = f"no caching in this directory: {error}"
-                emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
+        if not disks and isinstance(self._failure, StoppedHolderError):
+            self._next_attempt = time.monotonic() + self._pause
         known = [disk for disk in disks if disk.rules.exists()]
         for disk in disks if known else ():
             if disk not in known:  # it was added or replaced since the rules were set
                 self._copy_rules(known[0], disk)
         return disks
+
+    def open_again(self) -> bool:
+        """Open the disks if none could be opened because another process was stopped; returns whether one was opened.
+
+        Does nothing between two attempts, which are further and further apart.
+        """
+        if time.monotonic() < self._next_attempt:
+            return False
+        self._next_attempt, self._pause = math.inf, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        disks = self._open_disks()
+        if not disks:
+            return False
+        self._weights, self._disks = self._weights_of(disks), disks
+        # The changes that this process has made meanwhile are not in the index.
+        self._metadata, self._metadata_disk = self._remember_on_one_disk(since=time.time())
+        for disk in disks:
+            emit(Event(name="cache.disk.opened", subject=str(disk.store.directory)))
+        return True
+
+    def _weights_of(self, disks: Sequence[Disk]) -> dict[str, float]:
+        return {str(disk.store.directory): _weight(disk, self.options) for disk in disks}
 
     def _copy_rules(self, known: Disk, disk: Disk) -> None:
         """Copy the retention rules of a disk to another one, which has none. That disk adds its part to quotas in bytes."""
@@ -164,12 +193,12 @@ class CacheNode:
             self._metadata, self._metadata_disk = self._remember_on_one_disk()
         return self._metadata
 
-    def _remember_on_one_disk(self) -> tuple[MetadataCache | UncachedMetadata, Disk | None]:
+    def _remember_on_one_disk(self, since: float = -math.inf) -> tuple[MetadataCache | UncachedMetadata, Disk | None]:
         # The same disk in all processes, also if their options name the directories in another order.
         disk = min(self.open_disks, key=lambda each: each.store.directory, default=None)
         if disk is None:
             return UncachedMetadata(lambda: self.metadata_source), None
-        return self._remember_on(disk, self.options.max_age_seconds), disk
+        return self._remember_on(disk, self.options.max_age_seconds, since), disk
 
     def _remember_on(self, disk: Disk, max_age_seconds: float, since: float = -math.inf) -> MetadataCache:
         return MetadataCache(

@@ -284,7 +284,12 @@ class _Attachment:
             self._start_search()
 
     def _follow_limits(self, now: float) -> None:
-        """Take over the limits of the node that holds the folder, or this process's own when the node has ended for good."""
+        """Take over the limits of the node that holds the folder, or this process's own when the node has ended for good.
+
+        Opens disks that a stopped process kept from being opened.
+        """
+        if self.node.open_again() and self._cluster is not None:
+            self._cluster.distinguish_copies(self.node)
         limited = self._limited(self._link)
         if limited == self.node.options:
             self._own_limits_from = None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.fork_server import ForkedProcess, node_server
+from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache.node import close_nodes
@@ -109,6 +110,27 @@ def test_open_process_with_stopped_writer_reads_and_stores_again_later(data: Pat
         if fs.cache_counters()["origin_bytes"] == before:
             break
         assert time.monotonic() < deadline, "nothing is stored in the cache any more"
+    close_nodes()
+
+
+@pytest.mark.slow
+def test_process_that_starts_next_to_a_stopped_writer_uses_the_cache_later(data: Path) -> None:
+    """It read without the cache until its end. The index has older metadata than what the process writes meanwhile."""
+    path, large = f"{data}/small.bin", (data / "large.bin").read_bytes()
+    with stopped_writer(data / "cache", data):
+        fs = millrace.filesystem("file", cache_dir=str(data / "cache"), min_free=0, consistency="immutable")
+        assert fs.cat_file(f"{data}/large.bin") == large
+        assert fs.node.open_disks == []
+        fs.pipe_file(path, b"new")
+        assert fs.cat_file(path) == b"new"
+    wait_until(lambda: fs.node.open_disks)
+    assert fs.cat_file(path) == b"new"
+    assert fs.cat_file(f"{data}/large.bin") == large
+    before = fs.cache_counters()["origin_bytes"]
+    for _ in range(2):
+        assert fs.cat_file(f"{data}/large.bin") == large
+        assert fs.open_input_file(path).read() == b"new"
+    assert fs.cache_counters()["origin_bytes"] == before
     close_nodes()
 
 
