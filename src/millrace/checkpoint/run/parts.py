@@ -22,7 +22,7 @@ from millrace.checkpoint.run.save_values import Member
 from millrace.checkpoint.storage.base import CheckpointStorage, StoredFile
 from millrace.checkpoint.storage.layered import missing_files
 from millrace.checkpoint.storage.manifests import StoredManifest, load_manifest
-from millrace.checkpoint.storage.replicating import publish_manifest
+from millrace.checkpoint.storage.replicating import publish_checked, publish_manifest
 from millrace.checkpoint.writing.assembly import join_manifests
 from millrace.checkpoint.writing.packing import discard
 from millrace.errors import (
@@ -123,8 +123,7 @@ def complete(
     note([record for part in parts if (record := PartRecord.of(part)) is not None])
     before()
     require_files(storage, manifest)
-    check()
-    publish_manifest(storage, whole)
+    publish_checked(storage, manifest, lambda: publish_manifest(storage, whole), check)
     discard(storage, [part_name(rank, save_id) for rank in range(member.count)])
     return whole
 

@@ -6,6 +6,7 @@ Several ranks make no collective calls here. Each has the order of the save, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import uuid
@@ -33,6 +34,7 @@ from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
 from millrace.checkpoint.run.timeline import Point, next_revision, timeline
 from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import StoredManifest
+from millrace.checkpoint.storage.replicating import publish_checked
 from millrace.checkpoint.writing.bases import Base, StoredBase, check_files, find_damage
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base
 from millrace.checkpoint.writing.packing import discard
@@ -106,12 +108,11 @@ class _RunWriter(RankWriter):
         check_files(self._storage(), files, self._threads, versions=None if self.is_near else self._versions)
 
     def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
-        if self._claim is not None and not self._is_part:
-            self._claim.check()
-        if self._is_part:
-            storage.publish(name, data, replace=True)
+        publish = functools.partial(storage.publish, name, data, replace=self._is_part)
+        if self._claim is None or self._is_part:
+            publish()
         else:
-            super()._publish(storage, name, data, manifest)
+            publish_checked(storage, manifest, publish, self._claim.check)
         self.manifest, self.info = manifest, describe_manifest(storage.url, manifest, len(data))
         self.own_files = tuple(file.name for file in manifest.own_files)
 

@@ -6,6 +6,7 @@ origin (`parts.py`). No collective calls.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Collection
@@ -23,7 +24,7 @@ from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
 from millrace.checkpoint.run.timeline import age_of
 from millrace.checkpoint.storage.base import CheckpointStorage
 from millrace.checkpoint.storage.manifests import StoredManifest, load_manifest
-from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint, publish_manifest
+from millrace.checkpoint.storage.replicating import copy_files, publish_checked, publish_checkpoint, publish_manifest
 from millrace.checkpoint.writing.packing import discard
 from millrace.errors import (
     BaseGoneError,
@@ -313,7 +314,6 @@ class Uploader:
             manifest = join_parts(parts.values())
             if manifest is not None:
                 require_files(far, manifest)
-                self.check()
-                publish_manifest(far, stored(manifest))
+                publish_checked(far, manifest, functools.partial(publish_manifest, far, stored(manifest)), self.check)
                 discard(far, list(parts))
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
@@ -14,9 +15,12 @@ from millrace.checkpoint.storage.manifests import StoredManifest, stat_data_file
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    MillraceError,
     MissingError,
     ObjectExistsError,
     ObjectNotFoundError,
+    OutcomeUnknownError,
+    RunTakenError,
     UsageError,
 )
 from millrace.runtime.pipeline import run_in_order
@@ -25,6 +29,8 @@ from millrace.runtime.pipeline import run_in_order
 _PIECE_BYTES = 8 << 20
 # Concurrent files. An upload to an object store may need 130 MB for each: parts of 16 MiB, four of them in flight.
 _THREADS = 2
+# In this time no other process takes a run, saves, and prunes.
+_AT_ONCE_SECONDS = 0.1
 
 Progress = Callable[[int, int], None]
 """Called with the copied bytes and the bytes of all files. Any thread may call it, one at a time. An exception ends the
@@ -78,8 +84,7 @@ def publish_checkpoint(source: CheckpointStorage, target: CheckpointStorage, che
         except ObjectNotFoundError:
             check()  # the next owner of the run may have removed them, which is then the error
             raise
-        check()
-        publish_manifest(target, stored)
+        publish_checked(target, stored.manifest, lambda: publish_manifest(target, stored), check)
 
 
 def _read_manifest(source: CheckpointStorage) -> StoredManifest:
@@ -217,6 +222,36 @@ def _holds_manifest(target: CheckpointStorage, stored: StoredManifest) -> bool:
     raise ObjectExistsError(
         f"{target.url}: contains another save", next_step="remove one of the two, or save under another step"
     )
+
+
+def publish_checked(
+    target: CheckpointStorage, manifest: Manifest, publish: Callable[[], None], check: Callable[[], None]
+) -> None:
+    """Call `check`, which raises if another process has taken the run, and then `publish` for the manifest.
+
+    This process may be stopped in between, while the next owner of the run removes files of the manifest. Then the manifest
+    is removed, and the error of `check` is raised. Raises `OutcomeUnknownError` if the storage does not respond meanwhile.
+    """
+    began = time.monotonic()
+    check()
+    publish()
+    if time.monotonic() - began <= _AT_ONCE_SECONDS:
+        return
+    taken: RunTakenError | None = None
+    try:
+        try:
+            check()
+        except RunTakenError as error:
+            taken = error
+        if taken is None or not missing_files(target, manifest.files):
+            return
+        target.delete([MANIFEST_NAME])
+    except MillraceError as error:
+        raise OutcomeUnknownError(
+            f"{target.url}: unknown whether all files of the checkpoint are there ({error.message})",
+            next_step="see the steps of the run when the storage responds again, and save again",
+        ) from error
+    raise taken
 
 
 def publish_manifest(target: CheckpointStorage, stored: StoredManifest) -> None:

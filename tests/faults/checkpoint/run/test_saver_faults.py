@@ -35,6 +35,7 @@ from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run import saver_process, uploading
+from millrace.checkpoint.run.processes import is_stopped
 from millrace.checkpoint.run.run_layout import parse_name
 from millrace.checkpoint.run.save_values import RunState
 from millrace.checkpoint.run.saver_protocol import Channel, Save
@@ -124,6 +125,54 @@ def test_stopped_saver_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytes
         os.kill(pid_of(run), signal.SIGSTOP)
     (claim,) = (tmp_path / "run").glob("writer-*")
     assert json.loads(claim.read_bytes())["released"]
+
+
+STOP_BEFORE_THE_MANIFEST = """
+import os, signal
+from millrace.checkpoint.storage import replicating, storage
+replicating._AT_ONCE_SECONDS = 0
+publish = storage.LocalStorage.publish
+def stop_first(self, name, data, *, replace):
+    if name == "manifest.millrace" and self.url.endswith("run/step-000000000004"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    publish(self, name, data, replace=replace)
+storage.LocalStorage.publish = stop_first
+"""
+
+
+@pytest.mark.parametrize("is_tiered", [False, True])
+@pytest.mark.parametrize("keep", [1, "all"])
+def test_saver_stopped_before_the_manifest_while_the_run_is_taken_publishes_no_damaged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int | str, is_tiered: bool
+) -> None:
+    monkeypatch.setattr(saver_process, "_MAX_STOPPED_LOOKS", 1000)
+
+    def slowly_changing(step: int) -> dict[str, Any]:
+        return {**state(1.0), "b": torch.full((7,), float(step))}
+
+    with savers_with(STOP_BEFORE_THE_MANIFEST):
+        run = CheckpointManager(tmp_path / "run", local=tmp_path / "near" if is_tiered else None)
+        for step in (1, 2, 3):
+            run.save_async(step, slowly_changing(step)).result()
+        pending = run.save_async(4, slowly_changing(4))
+        wait_until(lambda: is_stopped(pid_of(run)))
+    with CheckpointManager(tmp_path / "run", full_every=1, keep=keep) as other:
+        for step in (5, 6, 7):
+            other.save(step, slowly_changing(step))
+        os.kill(pid_of(run), signal.SIGCONT)
+        error = pending.exception(timeout=100)
+        steps = other.steps()
+        for step in steps:
+            found = {"w": torch.zeros(400_000), "b": torch.zeros(7), "note": 0.0}
+            assert other.restore(found, step) == step
+            assert all(torch.equal(found[name], slowly_changing(step)[name]) for name in ("w", "b"))
+        if keep == "all":
+            assert error is None
+            assert 4 in steps
+        else:
+            assert isinstance(error, RunTakenError)
+            assert 4 not in steps
+    run.close()
 
 
 def test_saver_that_stopped_before_a_long_message_is_killed_and_replaced(

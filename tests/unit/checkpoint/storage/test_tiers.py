@@ -35,6 +35,7 @@ from millrace.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     OriginUnavailableError,
+    OutcomeUnknownError,
     RunTakenError,
     UsageError,
 )
@@ -444,6 +445,32 @@ def test_files_that_the_next_owner_removed_are_reported_as_the_loss_of_the_run(n
     with pytest.raises(RunTakenError):
         publish_checkpoint(near, target, check)
     assert MANIFEST not in target.names()
+
+
+@pytest.mark.parametrize("problem", ["files are missing", "no response"])
+def test_manifest_published_after_the_loss_of_the_run_is_removed_or_its_outcome_is_unknown(
+    near, target, state, monkeypatch, problem
+):
+    """This process is stopped between the check of the claim and the publication."""
+    monkeypatch.setattr(replicating, "_AT_ONCE_SECONDS", 0)
+    manifest = make_checkpoint(near, state)
+    copy_files(near, target, [file.name for file in manifest.files])
+    checks = []
+
+    def check() -> None:
+        checks.append(MANIFEST in target.names())
+        if len(checks) == 1 and problem == "files are missing":
+            target.delete([manifest.files[0].name])
+        elif len(checks) == 2:
+            if problem == "no response":
+                raise OriginUnavailableError("the storage does not respond", next_step="try again")
+            raise RunTakenError("another job owns the run", next_step="use another directory")
+
+    is_taken = problem == "files are missing"
+    with pytest.raises(RunTakenError if is_taken else OutcomeUnknownError):
+        publish_checkpoint(near, target, check)
+    assert checks == [False, True]
+    assert (MANIFEST in target.names()) != is_taken
 
 
 def test_ranks_copy_their_own_files_and_the_coordinator_the_manifest(near, target, state):
