@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -230,28 +231,41 @@ def publish_checked(
     """Call `check`, which raises if another process has taken the run, and then `publish` for the manifest.
 
     This process may be stopped in between, while the next owner of the run removes files of the manifest. Then the manifest
-    is removed, and the error of `check` is raised. Raises `OutcomeUnknownError` if the storage does not respond meanwhile.
+    is removed, and the error of `check` is raised. The manifest of another save stays. Raises `OutcomeUnknownError` if it
+    remains unknown whether all files are there.
     """
     began = time.monotonic()
     check()
     publish()
     if time.monotonic() - began <= _AT_ONCE_SECONDS:
         return
-    taken: RunTakenError | None = None
     try:
-        try:
-            check()
-        except RunTakenError as error:
-            taken = error
-        if taken is None or not missing_files(target, manifest.files):
-            return
-        target.delete([MANIFEST_NAME])
+        check()
+        return
     except MillraceError as error:
-        raise OutcomeUnknownError(
-            f"{target.url}: unknown whether all files of the checkpoint are there ({error.message})",
-            next_step="see the steps of the run when the storage responds again, and save again",
-        ) from error
-    raise taken
+        failure = error
+    # A complete checkpoint is a success, also if the run was taken, or if it is unknown who has it.
+    try:
+        if not missing_files(target, manifest.files):
+            return
+        if isinstance(failure, RunTakenError):
+            _remove_manifest(target, manifest)
+            raise failure
+    except RunTakenError:
+        raise
+    except MillraceError as error:
+        failure = error
+    raise OutcomeUnknownError(
+        f"{target.url}: unknown whether all files of the checkpoint are there ({failure.message})",
+        next_step="see the steps of the run when the storage responds again, and save again",
+    ) from failure
+
+
+def _remove_manifest(target: CheckpointStorage, manifest: Manifest) -> None:
+    """Remove a manifest, unless another save has taken its place."""
+    with contextlib.suppress(MissingError):
+        if StoredManifest.read(target).manifest.save_id == manifest.save_id:
+            target.delete([MANIFEST_NAME])
 
 
 def publish_manifest(target: CheckpointStorage, stored: StoredManifest) -> None:

@@ -447,9 +447,9 @@ def test_files_that_the_next_owner_removed_are_reported_as_the_loss_of_the_run(n
     assert MANIFEST not in target.names()
 
 
-@pytest.mark.parametrize("problem", ["files are missing", "no response"])
+@pytest.mark.parametrize("is_taken", [True, False])
 def test_manifest_published_after_the_loss_of_the_run_is_removed_or_its_outcome_is_unknown(
-    near, target, state, monkeypatch, problem
+    near, target, state, monkeypatch, is_taken
 ):
     """This process is stopped between the check of the claim and the publication."""
     monkeypatch.setattr(replicating, "_AT_ONCE_SECONDS", 0)
@@ -459,18 +459,60 @@ def test_manifest_published_after_the_loss_of_the_run_is_removed_or_its_outcome_
 
     def check() -> None:
         checks.append(MANIFEST in target.names())
-        if len(checks) == 1 and problem == "files are missing":
+        if len(checks) == 1:
             target.delete([manifest.files[0].name])
-        elif len(checks) == 2:
-            if problem == "no response":
-                raise OriginUnavailableError("the storage does not respond", next_step="try again")
-            raise RunTakenError("another job owns the run", next_step="use another directory")
+        else:
+            raise lost_run() if is_taken else no_response()
 
-    is_taken = problem == "files are missing"
     with pytest.raises(RunTakenError if is_taken else OutcomeUnknownError):
         publish_checkpoint(near, target, check)
     assert checks == [False, True]
     assert (MANIFEST in target.names()) != is_taken
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_complete_checkpoint_is_a_success_when_the_check_after_its_publication_fails(
+    near, target, state, monkeypatch, is_taken
+):
+    """The claim is at the origin, and the target may be a disk of this node."""
+    monkeypatch.setattr(replicating, "_AT_ONCE_SECONDS", 0)
+    manifest = make_checkpoint(near, state)
+    copy_files(near, target, [file.name for file in manifest.files])
+
+    def check() -> None:
+        if MANIFEST in target.names():
+            raise lost_run() if is_taken else no_response()
+
+    publish_checkpoint(near, target, check)
+    assert StoredManifest.read(target).manifest.save_id == manifest.save_id
+
+
+def test_manifest_of_another_save_stays_after_the_loss_of_the_run(tmp_path, near, target, state, monkeypatch):
+    """This process is stopped after the publication. The next owner removes the checkpoint, and saves the step again."""
+    monkeypatch.setattr(replicating, "_AT_ONCE_SECONDS", 0)
+    manifest = make_checkpoint(near, state)
+    copy_files(near, target, [file.name for file in manifest.files])
+    other = local(tmp_path / "other")
+    saved = make_checkpoint(other, state)
+
+    def check() -> None:
+        if MANIFEST in target.names():
+            target.delete([MANIFEST, *(file.name for file in manifest.files)])
+            copy_files(other, target, [file.name for file in saved.files])
+            publish_checkpoint(other, target, lambda: None)
+            raise lost_run()
+
+    with pytest.raises(RunTakenError):
+        publish_checkpoint(near, target, check)
+    assert StoredManifest.read(target).manifest.save_id == saved.save_id
+
+
+def lost_run() -> RunTakenError:
+    return RunTakenError("another job owns the run", next_step="use another directory")
+
+
+def no_response() -> OriginUnavailableError:
+    return OriginUnavailableError("the storage does not respond", next_step="try again")
 
 
 def test_ranks_copy_their_own_files_and_the_coordinator_the_manifest(near, target, state):
