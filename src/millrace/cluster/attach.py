@@ -288,8 +288,11 @@ class _Attachment:
 
         Opens disks that a stopped process kept from being opened.
         """
-        if self.node.open_again() and self._cluster is not None:
-            self._cluster.distinguish_copies(self.node)
+        try:
+            if self.node.open_again() and self._cluster is not None:
+                self._cluster.distinguish_copies(self.node)
+        except (MillraceError, OSError) as error:  # such as a directory that has other content now
+            _log.warning("the cache of this process cannot be opened: %s", error)
         limited = self._limited(self._link)
         if limited == self.node.options:
             self._own_limits_from = None

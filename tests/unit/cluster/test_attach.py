@@ -13,8 +13,9 @@ import pytest
 from tests.support.etcd import EtcdServer
 from tests.support.origins import MemoryOrigin
 
+from millrace.cache.disk import Disk
 from millrace.cache.metadata.sources import ORIGIN_METADATA
-from millrace.cache.node import CacheNode, cache_node, close_nodes
+from millrace.cache.node import CacheNode, cache_node, close_nodes, store_directory
 from millrace.cache.reading.fetching import DirectSource
 from millrace.cluster import attach
 from millrace.cluster.attach import Attached, close_all, link_for
@@ -29,6 +30,7 @@ from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, CacheOptions, resolve
 from millrace.errors import ConfigurationError
 from millrace.origin import Origin
+from millrace.runtime.locks import StoppedHolderError
 from millrace.testing.conformance.members import eventually, wait_for
 
 STATIC = "static://127.0.0.1:7001,127.0.0.1:7002"
@@ -116,6 +118,28 @@ def test_node_without_a_cluster_reads_the_origin(options: Options, members: str)
     assert link_for(alone) is None
     assert node_for(alone, MemoryOrigin()) is cache_node(alone)
     assert (node_for(alone).source, node_for(alone).metadata_source) == (DirectSource, ORIGIN_METADATA)
+
+
+def test_read_continues_when_a_cache_that_is_opened_later_has_other_content(
+    options: Options,
+    passing: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def stopped(self: Disk, *_: object) -> None:
+        raise StoppedHolderError("another process")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "__init__", stopped)
+        node = node_for(options())
+    assert node.open_disks == []
+    store = store_directory(options().cache_dirs[0])
+    store.mkdir(parents=True, exist_ok=True)
+    (store / "FORMAT").write_text("of another version")
+    passing(100)
+    assert node_for(options()) is node
+    assert node.open_disks == []
+    assert "cannot be opened" in caplog.text
 
 
 def test_process_without_a_cluster_imports_nothing_of_it(options: Options, tmp_path: Path) -> None:
