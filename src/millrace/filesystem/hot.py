@@ -7,6 +7,7 @@ entry contains those numbers and that time, and a hit compares them instead of r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -178,7 +179,11 @@ _all: weakref.WeakSet[HotOpens] = weakref.WeakSet()
 
 def drop_hot_opens() -> None:
     """Drop the opens of all file systems of this process, when the index could not be changed, which ends them otherwise."""
-    for opens in list(_all):
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread creates a file system
+            kept = list(_all)
+            break
+    for opens in kept:
         opens._young, opens._old = {}, {}
 
 

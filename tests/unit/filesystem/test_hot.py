@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -19,6 +19,7 @@ from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache.node import close_nodes
+from millrace.filesystem.hot import HotOpen, HotOpens, drop_hot_opens
 from millrace.runtime import maintenance
 
 Make = Callable[..., millrace.MillraceFileSystem]
@@ -451,3 +452,26 @@ def test_mapped_file_behaves_like_a_file(make: Make, tmp_path: Path) -> None:
         assert sum(1 for _ in text) == 300_000
     with pytest.raises(FileNotFoundError):
         fs.open(f"{tmp_path}/nothing")
+
+
+def test_hot_opens_are_dropped_while_another_thread_creates_file_systems() -> None:
+    kept, ended = HotOpens(), threading.Event()
+    kept._young = {"a": cast(HotOpen, None)}
+
+    def create() -> None:
+        while not ended.is_set():
+            some = [HotOpens() for _ in range(50)]
+            del some
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=create)
+    thread.start()
+    try:
+        for _ in range(300):
+            drop_hot_opens()
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert len(kept) == 0
