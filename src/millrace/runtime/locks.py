@@ -475,7 +475,16 @@ class Activity:
         return result
 
     def is_stopped(self, process: int) -> bool:
-        """Whether the kernel shows all threads of a process as stopped. Looks at intervals, as `continues` does."""
+        """Whether the kernel shows all threads of a process as stopped. Looks at intervals, as `continues` does.
+
+        Looks at the main thread first: a look at all threads is slow, and `continues` would then miss what ran before it.
+        """
+        try:
+            state = Path(f"/proc/{process}/task/{process}/stat").read_bytes().rpartition(b")")[2][1:2]
+        except OSError:  # it has ended
+            return False
+        if state not in (b"T", b"t"):
+            return False
         self.continues(process)
         return self._looks[process][3]
 

@@ -377,6 +377,26 @@ def test_process_whose_threads_all_wait_for_the_disk_does_not_continue(tmp_path:
             process.wait()
 
 
+def test_process_that_ran_since_the_last_look_continues_when_it_was_checked_for_a_stop_since() -> None:
+    """A holder whose heartbeats are late was checked at each attempt, and had to run between the last two of them."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        activity = Activity()
+        wait_until(lambda: not activity.continues(process.pid))
+        time.sleep(2 * _LOOK_SECONDS)
+        process.stdin.write(b"a")
+        assert process.stdout.read(1) == b"a"
+        wait_until(lambda: "State:\tS" in Path(f"/proc/{process.pid}/status").read_text(encoding="ascii"))
+        assert not activity.is_stopped(process.pid)
+        time.sleep(2 * _LOOK_SECONDS)
+        assert activity.continues(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        assert os.waitpid(process.pid, os.WUNTRACED)[1] != 0
+        wait_until(lambda: activity.is_stopped(process.pid))
+        process.kill()
+
+
 def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: Path) -> None:
     locks = NamedLocks(tmp_path / "locks")
     order: list[str] = []
