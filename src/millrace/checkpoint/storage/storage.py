@@ -42,7 +42,6 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.origin import Readable, origin_for_url, service_of, split_url
-from millrace.runtime import forks
 from millrace.runtime.pipeline import Call, ThreadPool
 
 # A file is written to the disk in blocks of this size. Larger ones are not faster.
@@ -258,7 +257,7 @@ class LocalWriter:
         self._path = os.path.join(directory, name)
         self._temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
         self._replace = replace
-        self._owner = forks.Owner()
+        self._process = os.getpid()
         self._finished = False
         self._failure: BaseException | None = None
         self.was_renamed = False
@@ -326,7 +325,7 @@ class LocalWriter:
             raise
 
     def _require_owner(self) -> None:
-        if not self._owner.is_this_process:  # it would wait for the parent's thread, or write into the parent's file
+        if os.getpid() != self._process:  # it would wait for the parent's thread, or write into the parent's file
             raise UsageError(
                 f"the writer of {self._path} was opened before a fork", next_step="open it in the process that writes"
             )
@@ -336,7 +335,7 @@ class LocalWriter:
         self.abort()
 
     def abort(self) -> None:
-        if not self._owner.is_this_process or (self._finished and self._file.closed):
+        if os.getpid() != self._process or (self._finished and self._file.closed):
             return
         self._finished = True
         try:
