@@ -132,9 +132,10 @@ class CacheNode:
         disks = self._open_disks()
         if not disks:
             return False
+        for disk in disks:  # the changes that this process has made meanwhile are not in the index
+            disk.store.index.metadata_since = time.time()
         self._weights, self._disks = self._weights_of(disks), disks
-        # The changes that this process has made meanwhile are not in the index.
-        self._metadata, self._metadata_disk = self._remember_on_one_disk(since=time.time())
+        self._metadata, self._metadata_disk = self._remember_on_one_disk()
         for disk in disks:
             emit(Event(name="cache.disk.opened", subject=str(disk.store.directory)))
         return True
@@ -193,12 +194,12 @@ class CacheNode:
             self._metadata, self._metadata_disk = self._remember_on_one_disk()
         return self._metadata
 
-    def _remember_on_one_disk(self, since: float = -math.inf) -> tuple[MetadataCache | UncachedMetadata, Disk | None]:
+    def _remember_on_one_disk(self) -> tuple[MetadataCache | UncachedMetadata, Disk | None]:
         # The same disk in all processes, also if their options name the directories in another order.
         disk = min(self.open_disks, key=lambda each: each.store.directory, default=None)
         if disk is None:
             return UncachedMetadata(lambda: self.metadata_source), None
-        return self._remember_on(disk, self.options.max_age_seconds, since), disk
+        return self._remember_on(disk, self.options.max_age_seconds), disk
 
     def _remember_on(self, disk: Disk, max_age_seconds: float, since: float = -math.inf) -> MetadataCache:
         return MetadataCache(

@@ -23,6 +23,7 @@ from tests.support.forked import in_child
 from tests.support.interrupts import interrupted_at
 
 import millrace
+from millrace.cache.metadata.page_map import PageMap
 from millrace.errors import (
     DeniedError,
     DiskFullError,
@@ -606,3 +607,27 @@ def test_touch_without_conditional_requests_creates_an_empty_object(
     monkeypatch.setattr(fs._origin, "put", put_without_conditions)
     fs.touch(str(path), truncate=False)
     assert path.read_bytes() == b""
+
+
+def test_failed_change_of_the_index_ends_the_metadata_of_all_file_systems_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"old")
+
+    def reading(consistency: str) -> millrace.MillraceFileSystem:
+        return millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0, consistency=consistency)
+
+    def fail(*_: object) -> None:
+        raise StorageError("a process is stopped", next_step="continue it")
+
+    writer, other = reading("1h"), reading("immutable")
+    assert writer.node is not other.node
+    for fs in (writer, writer, other):
+        assert fs.open_input_file(str(path)).read() == b"old"  # the second time from the cache
+    with monkeypatch.context() as patched:
+        patched.setattr(PageMap, "change", fail)
+        with pytest.raises(StorageError):
+            writer.pipe_file(path, b"new")
+    for fs in (reading("2h"), other, writer):
+        assert fs.open_input_file(str(path)).read() == b"new"

@@ -124,7 +124,7 @@ class MetadataCache:
                 self._make_space()
         except StorageError:  # such as a stopped process that writes
             # The index still has the metadata of these keys. So this process does not use what was requested before.
-            self._freshness = self._freshness._replace(since=self._clock())
+            self._map.since = self._clock()
             raise
 
     def _make_space(self) -> None:
@@ -151,7 +151,10 @@ class MetadataCache:
 
     def freshness_of(self, origin: Origin, key: str) -> Freshness:
         """For how long the metadata of an object, or of a directory's content, is fresh."""
-        return ALWAYS_FRESH if origin.is_immutable(key) else self._freshness
+        if origin.is_immutable(key):
+            return ALWAYS_FRESH
+        freshness, since = self._freshness, self._map.since
+        return freshness if since <= freshness.since else freshness._replace(since=since)
 
     def known_in(
         self, txn: Transaction, identity: str, key: str, freshness: Freshness, *, changes: int | None = None

@@ -134,6 +134,15 @@ class PageMap:
         self._spaces[identity] = space
         return space
 
+    @property
+    def since(self) -> float:
+        """No user of the index in this process uses metadata that was requested before this time."""
+        return self._index.metadata_since
+
+    @since.setter
+    def since(self, moment: float) -> None:
+        self._index.metadata_since = moment
+
     def moment(self, identity: str, now: float) -> Moment:
         """The moment before a request to the origin. Also reads the origin's order again."""
         self._read_space(identity)
