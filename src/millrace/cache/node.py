@@ -88,6 +88,7 @@ class CacheNode:
         self._reopen: Callable[[], CacheNode] = lambda: cache_node(options)
         self.closed = False
         self._failure: StorageError | None = None
+        self._reported: dict[Path, str] = {}
         self._next_attempt, self._pause = math.inf, _FIRST_PAUSE_SECONDS
         limit_arenas()
         self._disks = self._open_disks()
@@ -104,16 +105,18 @@ class CacheNode:
 
         Raises `ConfigurationError` or `UnsupportedFormatError` for a directory with other content.
         """
-        disks = []
+        disks, is_stopped = [], False
         for directory in self.options.cache_dirs:
             try:
                 disks.append(_disk(store_directory(directory, self.options.folder), self.options))
             except StorageError as error:
-                if self._failure is None or str(self._failure) != str(error):
+                if self._reported.get(directory) != str(error):
+                    self._reported[directory] = str(error)
                     detail = f"no caching in this directory: {error}"
                     emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
                 self._failure = error
-        if not disks and isinstance(self._failure, StoppedHolderError):
+                is_stopped = is_stopped or isinstance(error, StoppedHolderError)
+        if is_stopped and not disks:
             self._next_attempt = time.monotonic() + self._pause
         known = [disk for disk in disks if disk.rules.exists()]
         for disk in disks if known else ():

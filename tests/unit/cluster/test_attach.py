@@ -28,7 +28,7 @@ from millrace.cluster.membership.etcd import EtcdMembers
 from millrace.cluster.membership.ray_records import NodeRecord
 from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, CacheOptions, resolve
-from millrace.errors import ConfigurationError
+from millrace.errors import ConfigurationError, StorageError
 from millrace.origin import Origin
 from millrace.runtime.locks import StoppedHolderError
 from millrace.testing.conformance.members import eventually, wait_for
@@ -140,6 +140,28 @@ def test_read_continues_when_a_cache_that_is_opened_later_has_other_content(
     assert node_for(options()) is node
     assert node.open_disks == []
     assert "cannot be opened" in caplog.text
+
+
+def test_cache_in_two_directories_is_opened_later_and_each_failure_is_reported_once(
+    tmp_path: Path, passing: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the last of the directories failed for another reason than a stopped process."""
+    paths = ":".join(str(tmp_path / name) for name in "ab")
+    options = resolve({"min_free": 0}, environ={"MILLRACE_CACHE_DIR": paths}, file={})
+
+    def fail(self: Disk, directory: Path, *_: object) -> None:
+        if tmp_path / "a" in directory.parents:
+            raise StoppedHolderError("another process")
+        raise StorageError("the disk is read-only", next_step="check it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "__init__", fail)
+        node = node_for(options)
+        passing(100)
+        passing(100)
+    assert [caplog.text.count(text) for text in ("does not continue", "is read-only")] == [1, 1]
+    passing(100)
+    assert len(node.open_disks) == 2
 
 
 def test_process_without_a_cluster_imports_nothing_of_it(options: Options, tmp_path: Path) -> None:
