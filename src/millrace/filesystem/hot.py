@@ -178,7 +178,7 @@ _all: weakref.WeakSet[HotOpens] = weakref.WeakSet()
 
 
 def drop_hot_opens() -> None:
-    """Drop the opens of all file systems of this process, when the index could not be changed, which ends them otherwise."""
+    """Drop the opens of all file systems of this process, after a change that could not be written to the index."""
     while True:
         with contextlib.suppress(RuntimeError):  # another thread creates a file system
             kept = list(_all)

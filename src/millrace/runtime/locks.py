@@ -294,7 +294,7 @@ class SilenceCheck:
         if now < silent_from(sign[0], seen[1]):
             return False
         if sign[2] == _this_process[1] and self._activity.continues(sign[1]):
-            # A holder that was stopped right after it took the lock has not written its sign: this is that of a former one.
+            # A holder that was stopped right after it took the lock has not written its sign: `sign` is a former holder's.
             is_holder = self._has_lock(sign[1], number)
             if is_holder or self._former.get(number) != sign:
                 self._seen[number] = (sign, now)  # look again in a moment

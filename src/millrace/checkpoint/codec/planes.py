@@ -154,9 +154,10 @@ class PlaneCodec:
         return _packed(bytes([code]), [self._encode_plane(plane, effort, grouped=grouped) for plane in planes])
 
     def estimate(self, sample: Buffer, kind: Kind, base: Buffer | None = None) -> int:
-        """About the length of the chunk that `encode` makes of a short sample. Of floats, in half of the time.
+        """About the length of the chunk that `encode` makes of a short sample.
 
-        Their differences are not grouped, and each plane has one Huffman code. Matches are found only in repeated values.
+        For floats this takes half of the time of `encode`: differences are not grouped, each plane has one Huffman code, and
+        matches are found only in repeated values.
         """
         data = as_bytes(sample)
         if not kind.is_float:
@@ -415,7 +416,7 @@ def _length(parts: Sequence[Buffer]) -> int:
 
 
 def _are_few(changed: int, words: Array) -> bool:
-    """Whether a delta is sparse, of which so many words changed."""
+    """Whether a delta with this number of changed words is sparse."""
     return words.size >= _SPARSE_LEAST and changed * _SPARSE_SHARE <= words.size
 
 

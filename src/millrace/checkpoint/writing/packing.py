@@ -498,7 +498,7 @@ class ChunkEncoder:
         return Encoded(stored, kind, raw.size, digest, checksum(stored))
 
     def _trial(self, some: Array, kind: Kind, others: Array | None, *, is_whole: bool) -> int:
-        """The encoded size of a whole chunk, about that of a sample."""
+        """The encoded size of a whole chunk, or about that of a sample."""
         base = None if others is None else others.data
         if not is_whole:
             return self._codec.estimate(some.data, kind, base)
