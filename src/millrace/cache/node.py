@@ -135,8 +135,6 @@ class CacheNode:
         disks = self._open_disks()
         if not disks:
             return False
-        for disk in disks:  # the changes that this process has made meanwhile are not in the index
-            disk.store.index.metadata_since = time.time()
         self._weights, self._disks = self._weights_of(disks), disks
         self._metadata, self._metadata_disk = self._remember_on_one_disk()
         for disk in disks:
@@ -452,6 +450,7 @@ class _Process:
         self.lock = threading.RLock()
         self.nodes: dict[CacheOptions, CacheNode] = {}
         self.disks: dict[Path, Disk] = {}
+        self.unopened: set[Path] = set()  # directories that could not be opened at the first attempt
 
 
 _process = _Process()
@@ -526,9 +525,17 @@ def _disk(directory: Path, options: CacheOptions) -> Disk:
     with _process.lock:
         disk = _process.disks.get(directory)
         if disk is None:
-            with disk_errors(directory.parent):
-                make_folder(directory.parent)
-            disk = _process.disks[directory] = Disk(directory, options)
+            try:
+                with disk_errors(directory.parent):
+                    make_folder(directory.parent)
+                disk = Disk(directory, options)
+            except StorageError:
+                _process.unopened.add(directory)
+                raise
+            if directory in _process.unopened:
+                # The changes that this process has made meanwhile are not in the index.
+                disk.store.index.metadata_since = time.time()
+            _process.disks[directory] = disk
     disk.limit(options)
     return disk
 

@@ -101,20 +101,21 @@ def is_byte_locked(descriptor: int, byte: int) -> bool:
 
 def has_byte_lock(process: int, descriptor: int, byte: int) -> bool:
     """Whether a process has the lock of a byte of an open file. True where the kernel does not show its locks."""
-    inode = str(os.fstat(descriptor).st_ino)
-    folder = f"/proc/{process}/fdinfo"
+    file, folder = os.fstat(descriptor), f"/proc/{process}"
     try:
-        names = os.listdir(folder)
+        names = os.listdir(f"{folder}/fdinfo")
     except OSError:  # of another user
         return True
     for name in names:
         with contextlib.suppress(OSError):  # closed meanwhile
-            for line in Path(folder, name).read_bytes().decode("ascii").splitlines():
+            for line in Path(f"{folder}/fdinfo/{name}").read_bytes().splitlines():
                 # "lock: 1: OFDLCK ADVISORY WRITE -1 08:01:5678 3 7"; the kernel joins the ranges of one open file.
                 fields = line.split()
-                if fields[:1] != ["lock:"] or fields[-3].rpartition(":")[2] != inode:
+                if fields[:1] != [b"lock:"] or not int(fields[-2]) <= byte:
                     continue
-                if int(fields[-2]) <= byte and (fields[-1] == "EOF" or byte <= int(fields[-1])):
+                # Not by the number in the line, which other file systems have, too.
+                is_inside = fields[-1] == b"EOF" or byte <= int(fields[-1])
+                if is_inside and os.path.samestat(os.stat(f"{folder}/fd/{name}"), file):
                     return True
     return False
 

@@ -123,6 +123,10 @@ def test_process_that_starts_next_to_a_stopped_writer_uses_the_cache_later(data:
         assert fs.node.open_disks == []
         fs.pipe_file(path, b"new")
         assert fs.cat_file(path) == b"new"
+    # One that opens the cache before `fs` tries again.
+    other = millrace.filesystem("file", cache_dir=str(data / "cache"), min_free=0, consistency=3600)
+    assert other.cat_file(path) == b"new"
+    assert other.node.open_disks
     wait_until(lambda: fs.node.open_disks)
     assert fs.cat_file(path) == b"new"
     assert fs.cat_file(f"{data}/large.bin") == large
