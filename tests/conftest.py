@@ -25,6 +25,7 @@ from tests.support.seen_events import seen_events
 from tests.support.small_disks import small_disk
 
 from millrace.cache.node import close_nodes
+from millrace.checkpoint.codec import splitting
 from millrace.cluster.attach import close_all
 from millrace.errors import MissingDependencyError
 from millrace.events import Event
@@ -49,6 +50,12 @@ def _signals_count() -> None:
     for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loops_of_numpy() -> None:
+    """A worker that has coded 4 GiB in earlier tests would load numba in the middle of any test: 100 MB, and other files."""
+    splitting.loops = splitting.Loops(from_bytes=1 << 62)
 
 
 @pytest.fixture(scope="session")

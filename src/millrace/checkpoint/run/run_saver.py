@@ -108,11 +108,14 @@ class _RunWriter(RankWriter):
         check_files(self._storage(), files, self._threads, versions=None if self.is_near else self._versions)
 
     def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
-        publish = functools.partial(storage.publish, name, data, replace=self._is_part)
-        if self._claim is None or self._is_part:
-            publish()
+        if self._is_part:
+            storage.publish(name, data, replace=True)
         else:
-            publish_checked(storage, manifest, publish, self._claim.check)
+            publish = functools.partial(super()._publish, storage, name, data, manifest)
+            if self._claim is None:
+                publish()
+            else:
+                publish_checked(storage, manifest, publish, self._claim.check)
         self.manifest, self.info = manifest, describe_manifest(storage.url, manifest, len(data))
         self.own_files = tuple(file.name for file in manifest.own_files)
 
