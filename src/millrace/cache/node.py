@@ -53,7 +53,7 @@ from millrace.store.signals import Stamp
 _FETCH_THREADS = 24
 _PREFETCH_THREADS = 16
 
-# Between two attempts to open a disk for which a stopped process is waited for: each may take `SILENCE_SECONDS`.
+# Between two attempts to open a disk next to a stopped process: each may take `SILENCE_SECONDS`.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2.0, 60.0
 
 _RECENT_GROUPS = 1000

@@ -286,7 +286,7 @@ class _Attachment:
     def _follow_limits(self, now: float) -> None:
         """Take over the limits of the node that holds the folder, or this process's own when the node has ended for good.
 
-        Opens disks that a stopped process kept from being opened.
+        Also opens the disks that could not be opened next to a stopped process.
         """
         try:
             if self.node.open_again() and self._cluster is not None:

@@ -59,7 +59,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence,
 _SIGN = struct.Struct("<QIIQ")  # a `Sign`, and the number of its lock
 _SIGNS = 8192
 _NEAR = 8
-"""The places for the heartbeat of a lock, from that of its number modulo `_SIGNS`. It is at one of them."""
+"""The heartbeat of a lock is at one of so many places. The first of them is the lock's number modulo `_SIGNS`."""
 
 Sign = tuple[int, int, int]
 """A heartbeat: nanoseconds of the machine's clock, the process, and its namespace of process numbers."""
@@ -113,7 +113,7 @@ def has_byte_lock(process: int, descriptor: int, byte: int) -> bool:
                 fields = line.split()
                 if fields[:1] != [b"lock:"] or not int(fields[-2]) <= byte:
                     continue
-                # Not by the number in the line, which other file systems have, too.
+                # Not by the inode in the line: a file on another file system may have the same.
                 is_inside = fields[-1] == b"EOF" or byte <= int(fields[-1])
                 if is_inside and os.path.samestat(os.stat(f"{folder}/fd/{name}"), file):
                     return True
@@ -478,7 +478,7 @@ class Activity:
     def is_stopped(self, process: int) -> bool:
         """Whether the kernel shows all threads of a process as stopped. Looks at intervals, as `continues` does.
 
-        Looks at the main thread first: a look at all threads is slow, and `continues` would then miss what ran before it.
+        Reads the main thread first. To read all threads is slow, and would make the next interval of `continues` too short.
         """
         try:
             state = Path(f"/proc/{process}/task/{process}/stat").read_bytes().rpartition(b")")[2][1:2]
@@ -504,7 +504,7 @@ class Activity:
 def _identify() -> tuple[int, int]:
     """This process, and its namespace of process numbers."""
     try:
-        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino & 0xFFFFFFFF  # the kernel's numbers are no longer
+        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino & 0xFFFFFFFF  # 32 bits, as in the kernel
     except OSError:
         return os.getpid(), os.getpid()  # a namespace that no other process has
 
