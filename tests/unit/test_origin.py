@@ -190,7 +190,7 @@ def test_object_store_range_past_the_end_raises_usage_error(
 
 @pytest.mark.parametrize(
     ("code", "expected", "match"),
-    [("AccessDenied", DeniedError, "s3://b/d/x2 was denied"), ("SlowDown", OriginBusyError, "fewer requests")],
+    [("AccessDenied", DeniedError, "s3://b/d/x2 was denied"), ("SlowDown", OriginBusyError, "requests a lower rate")],
 )
 def test_removal_of_several_objects_raises_the_error_of_the_one_that_stays(
     code: str, expected: type[MillraceError], match: str

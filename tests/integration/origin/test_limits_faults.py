@@ -130,7 +130,7 @@ def test_retry_after_beyond_the_patience_fails_at_once(
     monkeypatch.setattr(retrying, "PATIENCE", Patience(seconds=60.0))
     region.fail("status", status=503, count=None, retry_after=600)
     before = time.monotonic()
-    with pytest.raises(OriginBusyError, match=f"s3://{bucket}/a: the origin asks for fewer requests") as caught:
+    with pytest.raises(OriginBusyError, match=f"s3://{bucket}/a: the origin requests a lower rate") as caught:
         origin.read(f"{bucket}/a", 0, 1)
     assert caught.value.retry_after is not None
     assert 500 < caught.value.retry_after <= 605

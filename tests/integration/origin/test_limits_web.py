@@ -84,7 +84,7 @@ def test_query_of_a_url_is_never_shown(
         server.redirect("/moved.bin", f"{other.url}/x.bin?signature=planted2")
         for key in (f"{server.host}/moved.bin?signature=planted1", f"{other.host}/x.bin?signature=planted1"):
             for _ in range(2):  # refused by the server, and by the gate
-                with pytest.raises(OriginBusyError, match=r"\.bin\?\.\.\.: the origin asks for fewer") as caught:
+                with pytest.raises(OriginBusyError, match=r"\.bin\?\.\.\.: the origin requests a lower rate") as caught:
                     origin.read(key, 0, 7)
                 reported = [repr(each) for each in (caught.value, caught.value.__cause__)]
                 assert "planted" not in "".join(reported)

@@ -269,7 +269,7 @@ class _Trouble:
     def _gate_error(self, seconds: float) -> MillraceError:
         tried = f" ({self._so_far()})" if self._tries else ""
         error = OriginBusyError(
-            f"{self._url}: the origin asks for fewer requests, and for a pause of {seconds:.0f} s more{tried}",
+            f"{self._url}: the origin requests a lower rate, and a pause of {seconds:.0f} s more{tried}",
             next_step="try again after that, or lower 'request_rate' and 'max_requests'",
             retry_after=seconds,
         )

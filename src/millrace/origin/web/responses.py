@@ -169,7 +169,7 @@ def refusal(status: int, headers: Headers, url: str, now: float) -> MillraceErro
     pause = retry_after(headers, now)
     if status == 429 or (status == 503 and pause is not None):
         return OriginBusyError(
-            f"{name}: the server asks for fewer requests (status {status})",
+            f"{name}: the server requests a lower rate (status {status})",
             next_step="read with fewer workers, or later",
             retry_after=pause,
         )
