@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from millrace.config import Amount
 from millrace.errors import StorageError
-from millrace.runtime.failures import disk_errors
+from millrace.runtime.failures import raise_disk_error
 from millrace.runtime.maintenance import TICK_SECONDS
 from millrace.store.index import Index
 
@@ -193,8 +193,10 @@ class Space:
         return max(wanted + self._min_free.of(total) - free, used + wanted - self._limit().of(total))
 
     def _total_and_free(self) -> tuple[int, int]:
-        with disk_errors(self._directory):
+        try:
             disk = os.statvfs(self._directory)
+        except OSError as error:
+            raise_disk_error(error, self._directory)
         return disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
 
     def _limit(self) -> Amount:

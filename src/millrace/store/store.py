@@ -37,7 +37,7 @@ from typing_extensions import Buffer
 from millrace.config import Amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
-from millrace.runtime.failures import NO_FILE_ERRNOS, LostDataError, disk_errors
+from millrace.runtime.failures import NO_FILE_ERRNOS, LostDataError, disk_errors, raise_disk_error
 from millrace.store import records
 from millrace.store.records import (
     Entry,
@@ -164,7 +164,7 @@ class Store:
         path = self.path(entry)
         # O_NONBLOCK: opening a FIFO in the file's place must not wait.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with disk_errors(path):
+        try:
             try:
                 descriptor, created = os.open(path, flags), False
             except PermissionError:  # the file is, or was, part of a folder, see `folders.py`
@@ -185,6 +185,8 @@ class Store:
                 os.close(descriptor)
                 raise
             return descriptor
+        except (OSError, OverflowError) as error:
+            raise_disk_error(error, path)
 
     def _unless_removed(self, entry: Entry) -> None:
         """Remove files that were created after their object was removed. No other process would remove them."""
@@ -208,17 +210,15 @@ class Store:
         """Write to the sidecar. A missing one is ignored: the blocks are then lost in the next rebuild."""
         path = self.path(entry) + records.SIDECAR_SUFFIX
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
-        with disk_errors(path):
-            try:
-                descriptor = os.open(path, flags, 0o600)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, *NO_FILE_ERRNOS):
-                    return
-                raise
+        try:
+            descriptor = os.open(path, flags, 0o600)
             try:
                 _write(descriptor, data, offset)
             finally:
                 os.close(descriptor)
+        except (OSError, OverflowError) as error:
+            if not isinstance(error, OSError) or error.errno not in (errno.ENOENT, *NO_FILE_ERRNOS):
+                raise_disk_error(error, path)
 
     def _require_no_blocks(self, entry: Entry, what: str) -> None:
         now = self.index.get(entry.object_id)
@@ -239,9 +239,11 @@ class Store:
         value = checksum(view)
         if self._remove_if_cut(entry, descriptor):
             return None
-        with disk_errors(self.path(entry)):
+        try:
             if not self._write_bytes(entry, descriptor, view, start):
                 return None
+        except (OSError, OverflowError) as error:
+            raise_disk_error(error, self.path(entry))
         self._write_sidecar(entry, records.pack_block(entry, block, value), records.block_offset(entry, block))
         return self.index.add_block(entry, block, value)
 
@@ -392,9 +394,11 @@ class Store:
         Such a file must not be written to: it would grow again, with zeros where its readers have verified other bytes.
         """
         path = self.path(entry)
-        with disk_errors(path):
+        try:
             if os.fstat(descriptor).st_size == entry.size:
                 return False
+        except OSError as error:
+            raise_disk_error(error, path)
         if self._remove_current(entry):
             emit(Event(name="cache.file.lost", subject=path, detail="it has another size"))
         return True

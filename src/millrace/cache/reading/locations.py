@@ -25,7 +25,7 @@ from millrace.cache.metadata.pages import Transaction
 from millrace.cache.metadata.sources import Freshness
 from millrace.errors import StorageError
 from millrace.events import Event, emit
-from millrace.runtime.failures import LostDataError, disk_errors
+from millrace.runtime.failures import LostDataError, disk_error, disk_errors
 from millrace.store.index import Index
 from millrace.store.maps import MapSlot, lost_or_failed
 from millrace.store.records import Entry, ObjectName, object_id, page_number, pages_of
@@ -123,12 +123,12 @@ class FileLocation:
 
     def duplicate(self) -> FileLocation | None:
         """The same location for a fetch that may outlive the reader. None when no file descriptor is left."""
+        path = self.disk.store.path(self.entry)
         # Opening the name again could create a new file where this one was removed.
         try:
-            with disk_errors(self.disk.store.path(self.entry)):
-                descriptor = os.dup(self.descriptor)
-        except StorageError as error:
-            self.report(error)
+            descriptor = os.dup(self.descriptor)
+        except OSError as error:
+            self.disk.report(disk_error(error, path), path)
             return None
         copy = FileLocation.__new__(FileLocation)
         copy.disk, copy.entry, copy.removed, copy.descriptor = self.disk, self.entry, False, descriptor
