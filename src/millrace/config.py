@@ -102,10 +102,6 @@ class Amount:
     nbytes: int | None = None
     share: float | None = None
 
-    def of(self, disk_bytes: int) -> int:
-        """The amount in bytes on a disk of `disk_bytes`."""
-        return self.nbytes if self.nbytes is not None else int((self.share or 0.0) * disk_bytes)
-
     def text(self) -> str:
         """The amount as it is written in an option: `7GB`, `64MiB` or `80%`, in the largest unit without a fraction."""
         if self.nbytes is None:

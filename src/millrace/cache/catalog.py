@@ -14,6 +14,7 @@ from millrace.cache.node import CacheNode
 from millrace.config import Amount
 from millrace.errors import UsageError
 from millrace.store.records import Entry, ObjectName
+from millrace.store.space import bytes_of
 
 _REPORTED_OBJECTS = 1000
 
@@ -171,7 +172,7 @@ def limit(node: CacheNode, place: Place, *, quota: Amount | None, ttl_seconds: f
     """
     _some_disk(node)
     disks = node.open_disks
-    weights = [max(1, node.options.capacity.of(disk.store.space.disk_bytes())) for disk in disks]
+    weights = [max(1, disk.store.space.size_of(node.options.capacity)) for disk in disks]
     ends = [0, *accumulate(weights)]
     for disk, before, after in zip(disks, ends[:-1], ends[1:], strict=True):
         share = quota
@@ -203,7 +204,7 @@ def placed_rules(node: CacheNode) -> list[PlacedRule]:
         for place, rule in disk.rules.current().by_place.items():
             places[place] = rule
             if rule.quota is not None:
-                quotas[place] = quotas.get(place, 0) + rule.quota.of(size)
+                quotas[place] = quotas.get(place, 0) + bytes_of(rule.quota, size)
     used = dict.fromkeys(places, (0, 0))
     for disk in node.open_disks if places else ():
         held = disk.rules.current()

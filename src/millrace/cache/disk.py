@@ -46,6 +46,7 @@ from millrace.store.segment_files import data_path
 from millrace.store.segment_maps import SegmentMaps
 from millrace.store.segments import SEGMENT_BYTES, Segments
 from millrace.store.signals import REMOVALS, Signals
+from millrace.store.space import bytes_of
 from millrace.store.store import Store, VerifiedBlocks
 
 _log = logging.getLogger("millrace.cache")
@@ -365,7 +366,7 @@ class Disk:
     def segment_bytes(self, name: ObjectName) -> int:
         """The largest size of a segment with this object: eviction removes it whole, which must not be most of a quota."""
         quota = self.rules.current().rule_of(name).quota
-        return SEGMENT_BYTES if quota is None else quota.of(self.store.space.disk_bytes()) // _SEGMENTS_OF_A_QUOTA
+        return SEGMENT_BYTES if quota is None else self.store.space.size_of(quota) // _SEGMENTS_OF_A_QUOTA
 
     def find_copies(self, origin_identity: str, keys: Collection[str]) -> list[bytes]:
         """The ids of the cached objects with these keys that are copies, or in segments of copies."""
@@ -506,7 +507,7 @@ class Disk:
                 "the quota of %s in the cache in %s is full (%s): reads of it continue uncached",
                 place[1] or "everything",
                 self.store.directory,
-                size_text(rule.quota.of(disk)),
+                size_text(bytes_of(rule.quota, disk)),
             )
             return
         _log.warning(

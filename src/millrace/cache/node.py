@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -156,7 +155,7 @@ class CacheNode:
             failing.report(error)
 
     def _capacity_of(self, disk: Disk) -> int:
-        return max(1, self.options.capacity.of(disk.store.space.disk_bytes()))
+        return max(1, disk.store.space.size_of(self.options.capacity))
 
     def apply_limits(self) -> None:
         """Apply the limits of this node's options to its disks again: another node of this process may have changed them."""
@@ -517,7 +516,7 @@ def _weight(disk: Disk, options: CacheOptions) -> float:
 
     The present limits do not count: a resize at run time must not assign cached objects to other disks.
     """
-    return float(max(1, options.capacity.of(shutil.disk_usage(disk.store.directory).total)))
+    return float(max(1, disk.store.space.size_of(options.capacity)))
 
 
 def _disk(directory: Path, options: CacheOptions) -> Disk:

@@ -153,9 +153,11 @@ def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
     except OSError as error:
         yield Check(name=name, state="failed", detail=f"{there}: {error.strerror}: choose another 'cache_dir'")
         return
+    from millrace.store.space import bytes_of
+
     disk = shutil.disk_usage(there)
-    keep = options.min_free.of(disk.total)
-    room = min(disk.free - keep, options.capacity.of(disk.total))
+    keep = bytes_of(options.min_free, disk.total)
+    room = min(disk.free - keep, bytes_of(options.capacity, disk.total))
     yield Check(
         name="room",
         state="ok" if room > 0 else "failed",

@@ -39,6 +39,11 @@ _SAFETY = 2  # a look may be late, and removal takes time
 _UNSEEN_SECONDS = 2.0  # until other processes close a removed file, see `Disk.tidy`
 
 
+def bytes_of(amount: Amount, disk_bytes: int) -> int:
+    """An amount in bytes on a disk of `disk_bytes`."""
+    return amount.nbytes if amount.nbytes is not None else int((amount.share or 0.0) * disk_bytes)
+
+
 class _Slack(NamedTuple):
     """The bytes that may be reserved without another look, under these limits, until then (`time.monotonic`)."""
 
@@ -103,7 +108,7 @@ class Space:
     def leaves_min_free(self, nbytes: int) -> bool:
         """Whether `nbytes` more leave the disk above `min_free`. Ignores the capacity."""
         total, free = self._total_and_free()
-        return free - self._reserved - nbytes >= self._min_free.of(total)
+        return free - self._reserved - nbytes >= bytes_of(self._min_free, total)
 
     def reserve(self, nbytes: int, *, wait: bool = True) -> bool:
         """Reserve space until `release`. False if there is none, or the disk fails.
@@ -140,7 +145,7 @@ class Space:
     def capacity_bytes(self) -> int:
         """The capacity on this disk."""
         limit = self._limit()
-        return limit.of(self.disk_bytes()) if limit.nbytes is None else limit.nbytes  # the first takes a system call
+        return self.size_of(limit) if limit.nbytes is None else limit.nbytes  # the first takes a system call
 
     def free_bytes(self) -> int:
         """Free bytes of the disk."""
@@ -148,11 +153,15 @@ class Space:
 
     def min_free_bytes(self) -> int:
         """The bytes of the disk that must stay free."""
-        return self._min_free.of(self.disk_bytes())
+        return self.size_of(self._min_free)
 
     def disk_bytes(self) -> int:
         """The size of the disk."""
         return self._total_and_free()[0]
+
+    def size_of(self, amount: Amount) -> int:
+        """An amount in bytes on this disk."""
+        return bytes_of(amount, self.disk_bytes())
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -190,7 +199,7 @@ class Space:
     def _shortage(self, nbytes: int, used: int, others: int) -> int:
         total, free = self._total_and_free()
         wanted = self._reserved + others + nbytes
-        return max(wanted + self._min_free.of(total) - free, used + wanted - self._limit().of(total))
+        return max(wanted + bytes_of(self._min_free, total) - free, used + wanted - bytes_of(self._limit(), total))
 
     def _total_and_free(self) -> tuple[int, int]:
         try:

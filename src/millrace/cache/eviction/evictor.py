@@ -660,4 +660,4 @@ def _places(rules: Rules) -> Mapping[Place, int]:
 
 def _quota_of(store: Store, rules: Rules, place: Place) -> int:
     quota = rules.at(place).quota
-    return store.space.disk_bytes() if quota is None else quota.of(store.space.disk_bytes())
+    return store.space.disk_bytes() if quota is None else store.space.size_of(quota)
