@@ -20,7 +20,6 @@ from millrace.errors import UsageError
 from millrace.filesystem.listing import ListingFileSystem
 from millrace.filesystem.paths import is_pattern, text_of
 from millrace.origin import Readable
-from millrace.origin.keys import OBJECT_STORES, check_name
 from millrace.runtime.forks import importing
 
 if TYPE_CHECKING:
@@ -176,6 +175,9 @@ class CacheManagement(ListingFileSystem):
 
     def _valid_place(self, url: str) -> Place:
         """As `_place`. Raises `ObjectNotFoundError` if no object and no prefix can have this name."""
+        with importing():
+            from millrace.origin.store_access import OBJECT_STORES, check_name
+
         identity, key = self._place(url)
         scheme = identity.partition("+")[0]
         if scheme in OBJECT_STORES:

@@ -68,8 +68,7 @@ class ObjectStoreOrigin(StoreListing):
             if cause := first_contact(self._clients.address) if self._clients.address else None:
                 raise cause.error(f"{self._url(key)}: {self.identity} cannot be reached")
             with self._translated(key):
-                obstore_library().put(
-                    client,
+                client.put(
                     path,
                     parts,
                     use_multipart=True,
@@ -86,7 +85,7 @@ class ObjectStoreOrigin(StoreListing):
 
         def request(client: Any, path: str) -> None:
             self._check_place(key)
-            obstore_library().put(client, path, body, mode=mode, use_multipart=False)
+            client.put(path, body, mode=mode, use_multipart=False)
 
         self._request(key, request, streams=streams)
 
@@ -110,14 +109,14 @@ class ObjectStoreOrigin(StoreListing):
         """Remove objects of the bucket of `key` with one request."""
 
         def request(client: Any, _: str) -> None:
-            obstore_library().delete(client, paths)
+            client.delete(paths)
 
         self._retrying(key, lambda: self._request(key, request))
 
     def _delete_one(self, key: str) -> None:
         def request(client: Any, path: str) -> None:
             with contextlib.suppress(FileNotFoundError):
-                obstore_library().delete(client, path)
+                client.delete(path)
 
         self._retrying(key, lambda: self._request(key, request))
 

@@ -4,10 +4,6 @@ obstore runs its requests on threads of one runtime that lives in the extension 
 without its threads, and every request there would wait forever, also with new clients. A child therefore loads a second
 image of the extension, copied to an anonymous file (the dynamic loader identifies a library by its inode), which starts its
 own runtime. That costs a child about 20 ms and 15 MB, once, and only when the parent had used obstore.
-
-obstore's calls also ignore signals: Python runs signal handlers only in the main thread, between its instructions, so not
-inside of such a call. In the main thread, another thread runs the call (`interruptible`). If the wait is interrupted, that
-thread finishes the call alone, and the next call gets a new thread.
 """
 
 from __future__ import annotations
@@ -16,19 +12,14 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
-import queue
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
-from millrace.origin.side_by_side import action_at_late_end
 from millrace.runtime import forks
 from millrace.runtime.forks import importing
-
-Result = TypeVar("Result")
 
 _EXTENSION = "obstore._obstore"
 
@@ -106,86 +97,3 @@ def _remember_path() -> str | None:
 _original_path: str | None = _remember_path()
 # The modules of the parent are kept: unloading them would run destructors that wait for its threads.
 _retired: list[ModuleType] = []
-
-
-# --- calls that Ctrl-C interrupts -----------------------------------------------------------------
-
-# A signal just before the kernel starts to wait does not end the wait.
-_LOOK_SECONDS = 0.5
-
-
-class _Call:
-    """One call and its outcome."""
-
-    __slots__ = ("action", "done", "error", "result")
-
-    def __init__(self, action: Callable[[], Any]) -> None:
-        self.action = action
-        self.done = threading.Lock()
-        self.done.acquire()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-
-class _Caller:
-    """A daemon thread that runs calls one after the other, for the process that created it."""
-
-    def __init__(self) -> None:
-        self.owner = forks.Owner()
-        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        try:
-            threading.Thread(target=self._run, name="millrace-origin-call", daemon=True).start()
-        except BaseException:  # an interrupt: it may have started
-            self.calls.put(None)
-            raise
-
-    def _run(self) -> None:
-        while (call := self.calls.get()) is not None:
-            try:
-                call.result = call.action()
-            except BaseException as error:  # noqa: BLE001 - raised again in the main thread
-                call.error = error
-            call.done.release()
-            del call  # frees its memory before the next call
-
-
-# At most one, for the main thread.
-_idle: list[_Caller] = []
-
-
-def interruptible(action: Callable[[], Result]) -> Result:
-    """Return or raise the outcome of `action`. In the main thread signal handlers run meanwhile, and may raise.
-
-    After such an exception `action` continues in the background (`at_late_end`). Costs some 50 microseconds in the main
-    thread, nothing in others. Safe across fork.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return action()
-    # Removed while in use: a signal handler that sends its own request gets another.
-    caller = _idle.pop() if _idle else None
-    if caller is None or not caller.owner.is_this_process:
-        try:
-            caller = _Caller()
-        except RuntimeError:  # no more threads, or the interpreter is ending
-            return action()
-    try:
-        call = _Call(action)
-        caller.calls.put(call)
-        while not call.done.acquire(timeout=_LOOK_SECONDS):
-            pass
-    except BaseException:
-        if (after := action_at_late_end()) is not None:
-            caller.calls.put(_Call(after))
-        caller.calls.put(None)  # it ends after the calls
-        raise
-    if _idle:
-        caller.calls.put(None)
-    else:
-        _idle.append(caller)
-    if call.error is not None:
-        try:
-            raise call.error
-        finally:
-            del call
-    result: Result = call.result
-    return result

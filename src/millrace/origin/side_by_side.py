@@ -1,6 +1,6 @@
 """Runs several requests of one operation at once. An interrupt or the first error ends the wait for all of them.
 
-Such requests continue in the background. `at_late_end` is for their end, also for those of `obstore_library.py` and
+Such requests continue in the background. `at_late_end` is for their end, also for those of `store_access.py` and
 `upload.py`.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import re
 import threading
 import time
@@ -22,15 +23,27 @@ from typing_extensions import Buffer
 from millrace.errors import ConfigurationError, DeniedError, MillraceError, ObjectNotFoundError, OriginUnavailableError
 from millrace.origin.base import BaseOrigin, RequestLimiter
 from millrace.origin.credentials import Found, find_credentials
-from millrace.origin.keys import check_name, check_readable
-from millrace.origin.obstore_library import interruptible, is_panic, obstore_library
+from millrace.origin.keys import UNUSABLE_IN_PATHS, bucket_word, check_readable
+from millrace.origin.obstore_library import is_panic, obstore_library
 from millrace.origin.options import StoreOptions, azure_options, gcs_options, s3_options
 from millrace.origin.protocol import ObjectInfo
 from millrace.origin.reachability import diagnose, note_response
+from millrace.origin.side_by_side import action_at_late_end
 from millrace.origin.translation import is_outside, panicked, translate
 from millrace.runtime import forks
 
 Result = TypeVar("Result")
+
+OBJECT_STORES = frozenset({"s3", "az", "gs", "file"})
+"""The schemes whose names `check_name` checks."""
+
+# Others, such as a space, cause a panic of obstore. Access points have colons, some containers of Azure a dollar sign.
+_BUCKET = re.compile(r"[A-Za-z0-9._:$-]+")
+
+# The longest keys of all clouds, and the longest paths and parts of paths in Linux, in bytes of UTF-8.
+_KEY_BYTES = 1024
+_PATH_BYTES = 4095
+_PART_BYTES = 255
 
 _QUOTED = re.compile(r"([\"'`]).*?\1")
 
@@ -211,7 +224,7 @@ class StoreAccess(BaseOrigin):
                 raise ObjectNotFoundError(f"{self._url(key)} is not an object", next_step="name an object in it")
             if self._scheme == "file":
                 check_readable("/" + path)
-            return self._info(key, obstore_library().head(client, path))
+            return self._info(key, client.head(path))
 
         return self._request(key, request)
 
@@ -222,7 +235,7 @@ class StoreAccess(BaseOrigin):
 
         def request(client: Any, path: str) -> tuple[Any, Buffer] | Exception:
             try:
-                result = obstore_library().get(client, path, options=options)
+                result = client.get(path, options=options)
             except obstore_library().exceptions.GenericError as error:
                 if is_outside(error) or self._scheme == "file":
                     refused: Exception = error
@@ -350,3 +363,138 @@ def _is_strong(version: str) -> bool:
 def _is_version(responded: str, wanted: str) -> bool:
     """Whether a response has the wanted version. A proxy may make an ETag weak without changing a byte."""
     return responded == wanted or (_is_strong(wanted) and responded == f"W/{wanted}")
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def check_name(scheme: str, key: str) -> tuple[str, str]:
+    """Split `key` of an object store into its bucket, empty for local files, and the path inside. Makes no request.
+
+    Raises `ObjectNotFoundError` if no object and no prefix can have this name, `ConfigurationError` without a bucket.
+    """
+    name = key.strip("/")
+    bucket, _, path = ("", "", name) if scheme == "file" else name.partition("/")
+    if scheme != "file" and not _BUCKET.fullmatch(bucket):
+        word = bucket_word(scheme)
+        if not bucket:
+            raise ConfigurationError(
+                f"{scheme}:// without a {word}",
+                next_step=f"{word}s cannot be listed; write {scheme}://{word}/key",
+            )
+        pattern = any(each in bucket for each in "*?[")
+        raise ObjectNotFoundError(
+            f"{scheme}://{bucket} is not the name of a {word}",
+            next_step=f"{word}s cannot be listed; put patterns after the name of one" if pattern else "check the name",
+        )
+    if name and UNUSABLE_IN_PATHS.search(name):  # the error of obstore would not name it
+        raise ObjectNotFoundError(
+            f"{scheme}://{key} is not a valid object name",
+            next_step="use UTF-8 without control characters, and no empty, '.' or '..' parts",
+        )
+    if scheme == "az" and "\\" in name:
+        raise ObjectNotFoundError(
+            f"az://{key} is not a valid object name", next_step="remove the backslash: Azure replaces it by a slash"
+        )
+    if _is_too_long(scheme, path):
+        raise ObjectNotFoundError(
+            f"{scheme}://{key[:64]}... is not a valid object name", next_step="use a shorter name"
+        )
+    return bucket, path
+
+
+def _is_too_long(scheme: str, path: str) -> bool:
+    """Whether the path is longer than any name of this scheme's storages."""
+    if len(path) * 4 <= _PART_BYTES:
+        return False
+    size = len(path.encode())
+    if scheme != "file":
+        return size > _KEY_BYTES
+    return size > _PATH_BYTES or any(len(part.encode()) > _PART_BYTES for part in path.split("/"))
+
+
+# --- calls that Ctrl-C interrupts -----------------------------------------------------------------
+
+# obstore's calls ignore signals: Python runs signal handlers only in the main thread, between its instructions, so not
+# inside of such a call. In the main thread, another thread runs the call (`interruptible`). If the wait is interrupted, that
+# thread finishes the call alone, and the next call gets a new thread.
+
+# A signal just before the kernel starts to wait does not end the wait.
+_LOOK_SECONDS = 0.5
+
+
+class _Call:
+    """One call and its outcome."""
+
+    __slots__ = ("action", "done", "error", "result")
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self.action = action
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class _Caller:
+    """A daemon thread that runs calls one after the other, for the process that created it."""
+
+    def __init__(self) -> None:
+        self.owner = forks.Owner()
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        try:
+            threading.Thread(target=self._run, name="millrace-origin-call", daemon=True).start()
+        except BaseException:  # an interrupt: it may have started
+            self.calls.put(None)
+            raise
+
+    def _run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            try:
+                call.result = call.action()
+            except BaseException as error:  # noqa: BLE001 - raised again in the main thread
+                call.error = error
+            call.done.release()
+            del call  # frees its memory before the next call
+
+
+# At most one, for the main thread.
+_idle: list[_Caller] = []
+
+
+def interruptible(action: Callable[[], Result]) -> Result:
+    """Return or raise the outcome of `action`. In the main thread signal handlers run meanwhile, and may raise.
+
+    After such an exception `action` continues in the background (`at_late_end`). Costs some 50 microseconds in the main
+    thread, nothing in others. Safe across fork.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return action()
+    # Removed while in use: a signal handler that sends its own request gets another.
+    caller = _idle.pop() if _idle else None
+    if caller is None or not caller.owner.is_this_process:
+        try:
+            caller = _Caller()
+        except RuntimeError:  # no more threads, or the interpreter is ending
+            return action()
+    try:
+        call = _Call(action)
+        caller.calls.put(call)
+        while not call.done.acquire(timeout=_LOOK_SECONDS):
+            pass
+    except BaseException:
+        if (after := action_at_late_end()) is not None:
+            caller.calls.put(_Call(after))
+        caller.calls.put(None)  # it ends after the calls
+        raise
+    if _idle:
+        caller.calls.put(None)
+    else:
+        _idle.append(caller)
+    if call.error is not None:
+        try:
+            raise call.error
+        finally:
+            del call
+    result: Result = call.result
+    return result

@@ -29,7 +29,7 @@ class StoreListing(StoreAccess):
 
         def request(client: Any, path: str) -> Listing:
             with self._listable(prefix):
-                result = obstore_library().list_with_delimiter(client, path or None)
+                result = client.list_with_delimiter(path or None)
             objects = [self._info(bucket + meta["path"], meta) for meta in result["objects"] if meta["path"] != path]
             prefixes = [bucket + name for name in result["common_prefixes"]]
             folders = set(prefixes)
@@ -89,7 +89,7 @@ class StoreListing(StoreAccess):
         held_back: list[ObjectInfo] = []
         is_directory = not path
         with self._translated(prefix), self._listable(prefix):
-            stream = obstore_library().list(client, path or None, offset=offset or None, chunk_size=LIST_PAGE)
+            stream = client.list(path or None, offset=offset or None, chunk_size=LIST_PAGE)
 
         def next_chunk() -> Sequence[Any] | None:
             with self._listable(prefix):

@@ -18,7 +18,8 @@ from tests.support.waiting import wait_until
 import millrace
 from millrace.errors import ConfigurationError
 from millrace.origin import Origin, open_origin
-from millrace.origin.obstore_library import interruptible, obstore_library
+from millrace.origin.obstore_library import obstore_library
+from millrace.origin.store_access import interruptible
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 

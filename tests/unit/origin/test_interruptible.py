@@ -15,7 +15,7 @@ import pytest
 from tests.support.interrupts import interrupted_at
 from tests.support.waiting import wait_until
 
-from millrace.origin.obstore_library import interruptible
+from millrace.origin.store_access import interruptible
 
 _PROGRAM = """
 import sys
