@@ -24,7 +24,7 @@ from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.evictor import Candidate, Evictor
 from millrace.cache.eviction.policy import EvictionPolicy
 from millrace.cache.eviction.retention import Place, RulesFile
-from millrace.cache.eviction.usage import FindGroup, UsageLog, copies_of
+from millrace.cache.eviction.usage import FindGroup, Read, UsageLog, copies_of
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.cache.footers import Footers
 from millrace.cache.metadata.page_map import PageMap
@@ -379,11 +379,11 @@ class Disk:
         return self.copies.mark_all()
 
     def missed(self, entry: Entry, nbytes: int, group: FindGroup, *, peer_bytes: int = 0, served: bool = False) -> None:
-        """Note bytes that were fetched; see `UsageLog.missed`.
+        """Note bytes that were fetched; see `Read`.
 
         Uses are written down often enough for eviction to see them one after the other.
         """
-        self.usage.missed(entry, nbytes, group, kept=False, peer_bytes=peer_bytes, served=served)
+        self.usage.note(Read(entry, nbytes, hit=False, kept=False, group=group, peer_bytes=peer_bytes, served=served))
         self._missed_bytes += nbytes  # threads may lose an addition, which delays the next check a little
         if self._missed_bytes <= self._settle_after:
             return

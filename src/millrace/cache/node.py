@@ -17,7 +17,7 @@ from typing import NamedTuple
 from millrace.cache.counters import NAMES, wait_until_settled
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.retention import NO_RULES
-from millrace.cache.eviction.usage import AccessRecord, group_of, is_checkpoint_file
+from millrace.cache.eviction.usage import CHECKPOINT_FILES, AccessRecord, group_of
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
 from millrace.cache.metadata.sources import ORIGIN_METADATA, MetadataSource, UncachedMetadata
@@ -365,7 +365,7 @@ class CacheNode:
 
     def drop_checkpoint_files(self, origin_identity: str, keys: Collection[str]) -> None:
         """Remove all versions of the checkpoint files among `keys`, which were removed at the origin."""
-        files = {key for key in keys if is_checkpoint_file(key)}
+        files = {key for key in keys if key.endswith(CHECKPOINT_FILES)}
         for disk in self.open_disks if files else ():
             try:
                 for name in disk.find_copies(origin_identity, files):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import xxhash
 from typing_extensions import Buffer
 
+from millrace.cache.eviction.usage import Read
 from millrace.cache.node import CacheNode
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane import wire
@@ -112,7 +113,7 @@ class BlockService:
             return None
         # The same counts as in `_count`. A call of it would make this response 5 % slower.
         hot = self._heat.count((get.object_id, block), nbytes, min(entry.size, BLOCK_BYTES))
-        stored.disk.usage.hit(entry, nbytes, served=True)
+        stored.disk.usage.note(Read(entry, nbytes, hit=True, kept=True, served=True))
         stored.disk.counters.add("served_requests")
         stored.disk.counters.add("served_bytes", nbytes)
         if get.mode is GetMode.FETCH:
@@ -213,7 +214,7 @@ class BlockService:
             disk.counters.add("served_requests")
             disk.counters.add("served_bytes", nbytes)
         if stored is not None and used:
-            stored.disk.usage.hit(stored.entry, used, served=True)
+            stored.disk.usage.note(Read(stored.entry, used, hit=True, kept=True, served=True))
             if get.mode is GetMode.FETCH:
                 stored.disk.counters.add("served_cached_bytes", used)
         return hot

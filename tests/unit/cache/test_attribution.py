@@ -13,7 +13,7 @@ import pytest
 
 import millrace
 from millrace.cache.attribution import OTHERS, ROWS, Attribution, JobAndPrefix, Reads, job_of
-from millrace.cache.eviction.usage import Tally, UsageLog
+from millrace.cache.eviction.usage import Read, Tally, UsageLog
 from millrace.store.records import Entry, ObjectName
 
 pytestmark = pytest.mark.usefixtures("no_maintenance")
@@ -141,9 +141,9 @@ def test_hits_that_were_served_to_other_nodes_are_not_attributed(tmp_path: Path)
     log, attribution = UsageLog(), Attribution(tmp_path / "file", job="job")
     names = [ObjectName("s3", f"bucket/{number}/x", "version").pack() for number in (1, 2)]
     entries = [Entry(bytes([place]) * 16, 1, 100, 100, 1, packed_name=name) for place, name in enumerate(names)]
-    log.hit(entries[0], 7)
+    log.note(Read(entries[0], 7, hit=True, kept=True))
     for entry in entries:
-        log.hit(entry, 50, served=True)
+        log.note(Read(entry, 50, hit=True, kept=True, served=True))
     attribution.add(log.drain())
     assert attribution.totals() == {JobAndPrefix("job", "s3://bucket/1"): Reads(1, 7, 0, 0)}
     attribution.close()

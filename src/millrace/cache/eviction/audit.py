@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from millrace.cache.eviction.usage import copies_of, group_of, is_checkpoint_file
+from millrace.cache.eviction.usage import CHECKPOINT_FILES, copies_of, group_of
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.events import Event, emit
 from millrace.runtime.failures import disk_errors
@@ -76,7 +76,7 @@ class Audit:
 
 def _group_of(name: ObjectName) -> str:
     group = group_of(name.origin, name.key)
-    return copies_of(group) if is_checkpoint_file(name.key) else group
+    return copies_of(group) if name.key.endswith(CHECKPOINT_FILES) else group
 
 
 class Leftovers:

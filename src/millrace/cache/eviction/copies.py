@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from enum import Enum
 
-from millrace.cache.eviction.usage import is_checkpoint_file
+from millrace.cache.eviction.usage import CHECKPOINT_FILES
 from millrace.cache.eviction.usage_records import Draw, UnitRecord, UsageRecords
 from millrace.store.index import Index
 
@@ -117,7 +117,7 @@ class Copies:
         if now >= until:
             some = self._index.entries_in(record.segment, limit=_SAMPLED_ENTRIES)
             result = all(
-                is_checkpoint_file(entry.name.key)
+                entry.name.key.endswith(CHECKPOINT_FILES)
                 or (still_a_copy is not None and still_a_copy(entry.object_id, entry.size))
                 for entry in some
             )
@@ -128,4 +128,4 @@ class Copies:
 
     def _is_checkpoint(self, record: UnitRecord) -> bool:
         entry = self._index.get(record.unit.key)
-        return entry is not None and is_checkpoint_file(entry.name.key)
+        return entry is not None and entry.name.key.endswith(CHECKPOINT_FILES)

@@ -11,11 +11,15 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from millrace.store.records import Entry, segment_unit
 
 _MAX_PENDING = 1 << 18  # half a second of opens at the highest rate of one process
 _MAX_UNITS = 1 << 18
+
+CHECKPOINT_FILES = (".millrace", ".distcp")
+"""The ends of the keys of checkpoint files, of Millrace and of torch's own writer. They are evicted first."""
 
 FindGroup = Callable[[], str]
 """Returns the data set of an object. Called only when it is not known, so it may use the index."""
@@ -65,17 +69,23 @@ class Tally:
 _MISSES = ("misses", "miss_bytes", "relayed", "relayed_bytes", "peer_reads", "peer_bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Bytes of an object that were read, but not as a whole from a map."""
+class Read(NamedTuple):
+    """Bytes of an object that were read, but not as a whole from a map.
+
+    A `hit` was read from this disk. Other bytes were fetched: `peer_bytes` of them from other nodes. `kept`: they were
+    stored, with `copy` as bytes that another node owns. `served`: read or fetched for another node.
+
+    Bytes that were counted before they were stored are noted as kept with 0 bytes, which is not another read.
+    The record of a small object that was not kept may be created for this note; its `place` is 0.
+    """
 
     entry: Entry
     nbytes: int
     hit: bool
     kept: bool
-    group: FindGroup | None
+    group: FindGroup | None = None
     copy: bool | None = None
-    count: int = 1
+    times: int = 1
     served: bool = False
     peer_bytes: int = 0
 
@@ -83,8 +93,9 @@ class _Read:
 class UsageLog:
     """The uses of units by this process since the last `drain`. Thread-safe; no I/O.
 
-    `touched(record)` notes a read of a whole object, and takes no lock. `on_settled(uses, nbytes)` is called with the sums
-    of these reads, each counted once. Readers count the bytes of other reads themselves.
+    `touched(record)` notes a read of a whole object from a map, `note(read)` any other read. Both take no lock.
+    `on_settled(uses, nbytes)` is called with the sums of the former, each counted once. Readers count the bytes of other
+    reads themselves.
     Bounded: of more than 262,144 notes between two settlings the oldest are lost. At most as many units are recorded
     separately between two drains; uses of others are counted, but not returned.
     """
@@ -97,38 +108,14 @@ class UsageLog:
         max_units: int = _MAX_UNITS,
     ) -> None:
         self._pending: deque[AccessRecord] = deque(maxlen=max_pending)
-        self._reads: deque[_Read] = deque(maxlen=max_pending)
+        self._reads: deque[Read] = deque(maxlen=max_pending)
         self._tallies: dict[bytes, Tally] = {}
         self._nbytes = 0
         self._on_settled = on_settled
         self._max_units = max_units
         self._lock = threading.Lock()
         self.touched: Callable[[AccessRecord], None] = self._pending.append
-
-    def hit(self, entry: Entry, nbytes: int, group: FindGroup | None = None, *, served: bool = False) -> None:
-        """Note that `nbytes` of an object were read from this disk, or `served` to another node."""
-        self._reads.append(_Read(entry, nbytes, True, True, group, served=served))
-
-    def missed(
-        self,
-        entry: Entry,
-        nbytes: int,
-        group: FindGroup | None = None,
-        *,
-        kept: bool,
-        copy: bool | None = None,
-        peer_bytes: int = 0,
-        served: bool = False,
-    ) -> None:
-        """Note that `nbytes` of an object were fetched, and whether they were kept, as a copy or not.
-
-        `peer_bytes` of them came from other nodes. With `served` they were fetched for another node.
-
-        Bytes that were counted before they were stored are noted as kept with 0 bytes, which is not another read.
-        The record of a small object that was not kept may be created for this call; its `place` is 0.
-        """
-        count = 1 if nbytes else 0
-        self._reads.append(_Read(entry, nbytes, False, kept, group, copy, count, served, peer_bytes))
+        self.note: Callable[[Read], None] = self._reads.append
 
     def settle(self) -> int:
         """Add up the accesses that were noted so far. Returns the bytes that `drain` would return."""
@@ -155,11 +142,11 @@ class UsageLog:
             size = count * use.entry.size
             uses += count
             nbytes += size
-            self._add(_Read(use.entry, size, True, True, None, count=count))
+            self._add(Read(use.entry, size, hit=True, kept=True, times=count))
         if uses:
             self._on_settled(uses, nbytes)
 
-    def _add(self, read: _Read) -> None:
+    def _add(self, read: Read) -> None:
         self._nbytes += read.nbytes
         entry = read.entry
         key = segment_unit(entry.place) if entry.place else entry.object_id
@@ -177,32 +164,23 @@ class UsageLog:
                     setattr(tally, name, getattr(tally, name) + getattr(alone, name))
         if read.hit:
             tally.hit_bytes += read.nbytes
-            tally.hits += read.count
+            tally.hits += read.times
             if read.served:
-                tally.served += read.count
+                tally.served += read.times
                 tally.served_bytes += read.nbytes
         else:
+            count = read.times if read.nbytes else 0
             tally.miss_bytes += read.nbytes
-            tally.misses += read.count
+            tally.misses += count
             if read.served:
-                tally.relayed += read.count
+                tally.relayed += count
                 tally.relayed_bytes += read.nbytes
             elif read.peer_bytes:
-                tally.peer_reads += read.count
+                tally.peer_reads += count
                 tally.peer_bytes += read.peer_bytes
         tally.kept = tally.kept or read.kept
         tally.copy = tally.copy if read.copy is None else read.copy
         tally.group = tally.group or read.group
-
-
-# --- checkpoint files -----------------------------------------------------------------------------------
-
-_CHECKPOINT_FILES = (".millrace", ".distcp")
-
-
-def is_checkpoint_file(key: str) -> bool:
-    """Whether `key` names a file of a checkpoint of Millrace or of torch's own writer. These are evicted first."""
-    return key.endswith(_CHECKPOINT_FILES)
 
 
 # --- groups ---------------------------------------------------------------------------------------------

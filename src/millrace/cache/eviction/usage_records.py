@@ -19,7 +19,7 @@ from typing import NamedTuple
 import xxhash
 
 from millrace.cache.eviction.policy import GHOSTS_PER_RESIDENT, SAMPLE_SIZE, EvictionPolicy, Group, Unit
-from millrace.cache.eviction.usage import Tally, group_of, holds_copies, is_checkpoint_file
+from millrace.cache.eviction.usage import CHECKPOINT_FILES, Tally, group_of, holds_copies
 from millrace.store.index import Index
 from millrace.store.records import ObjectName, number, pack_number
 from millrace.store.transactions import Cursor, Reading, Table, Writing
@@ -304,7 +304,7 @@ class _Book:
         self.clock = _clock(txn, self._numbers)
 
     def enter(self, tally: Tally, group: int | None) -> None:
-        if not is_checkpoint_file(ObjectName.unpack(tally.packed_name).key):
+        if not ObjectName.unpack(tally.packed_name).key.endswith(CHECKPOINT_FILES):
             # A restore reads much at once, which does not show that the data sets are idle.
             self.clock += tally.hit_bytes + tally.miss_bytes
         for object_id in tally.joined:

@@ -22,7 +22,7 @@ from millrace.cache.counters import Counters
 from millrace.cache.disk import Disk, Room
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
-from millrace.cache.eviction.usage import FindGroup, is_checkpoint_file
+from millrace.cache.eviction.usage import CHECKPOINT_FILES, FindGroup
 from millrace.cache.reading.locations import FileLocation, Location
 from millrace.cache.reading.threads import Threads
 from millrace.errors import OriginUnavailableError, StorageError, shown_key
@@ -265,7 +265,7 @@ class Fetcher:
     def request(self, start: int, stop: int) -> Fetched:
         """The bytes `[start, stop)` from a peer or the origin."""
         found = self.source.read(start, stop)
-        return found._replace(keep=Keep.CHECKPOINT) if is_checkpoint_file(self.key) else found
+        return found._replace(keep=Keep.CHECKPOINT) if self.key.endswith(CHECKPOINT_FILES) else found
 
     def _read_uncached(self, start: int, stop: int, location: Location | None) -> tuple[Fetched, int]:
         """The bytes of neighbouring blocks, and how many of them were fetched. Cached pages are not."""

@@ -19,7 +19,7 @@ from typing_extensions import Buffer
 
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.copies import Keep
-from millrace.cache.eviction.usage import FindGroup
+from millrace.cache.eviction.usage import FindGroup, Read
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.pages import Transaction
 from millrace.cache.metadata.sources import Freshness
@@ -116,7 +116,7 @@ class FileLocation:
         if entry is None:
             (self._original or self).removed = True
             return False
-        self.disk.usage.missed(entry, 0, group, kept=True, copy=keep is not Keep.OWNED)
+        self.disk.usage.note(Read(entry, 0, hit=False, kept=True, group=group, copy=keep is not Keep.OWNED))
         if entry.complete and not entry.sealed:
             self.disk.sealer.start(entry)
         return True
@@ -201,7 +201,7 @@ class SegmentLocation:
                 object_id, size, name, segment=placed.segment, offset=placed.offset, checksum=placed.checksum
             )
             if entry is not None:
-                disk.usage.missed(entry, 0, group, kept=True)
+                disk.usage.note(Read(entry, 0, hit=False, kept=True, group=group))
                 return True
             disk.segments.drop(placed.segment)  # the segment was removed in the meantime
         return False

@@ -13,7 +13,7 @@ from millrace.cache.counters import Counters
 from millrace.cache.disk import HELD_BYTES, Disk
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
-from millrace.cache.eviction.usage import FindGroup, is_checkpoint_file
+from millrace.cache.eviction.usage import CHECKPOINT_FILES, FindGroup, Read
 from millrace.cache.footers import MOST_TAIL_BYTES
 from millrace.cache.reading.fetching import Fetched, Fetcher, Source, cached_counter, log_wait
 from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
@@ -294,7 +294,7 @@ class CachedReader:
     def _count_cached(self, entry: Entry, nbytes: int) -> None:
         """Count bytes that were read from this disk."""
         self._disk.counters.add(cached_counter(for_peers=self._for_peers), nbytes)
-        self._disk.usage.hit(entry, nbytes, self._group, served=self._for_peers)
+        self._disk.usage.note(Read(entry, nbytes, hit=True, kept=True, group=self._group, served=self._for_peers))
 
     def _measure_disk_read(self, start: int, stop: int, began: float) -> None:
         if self._for_peers:
@@ -450,7 +450,7 @@ class CachedReader:
         entry = self._location.entry
         # A block that another node fetches for this one is owned by that node, and a copy on this one.
         how = Keep.COPY if self._source.fetches_through_peer(spans[0][0]) else Keep.OWNED
-        if is_checkpoint_file(self._info.key):
+        if self._info.key.endswith(CHECKPOINT_FILES):
             how = Keep.CHECKPOINT
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self._group, how)
         with self._disk.reserved(sum(stop - start for start, stop in spans), candidate) as room:

@@ -15,7 +15,7 @@ from millrace.cache.disk import HeldBlocks
 from millrace.cache.eviction import keep_policy
 from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.policy import Group
-from millrace.cache.eviction.usage import UsageLog
+from millrace.cache.eviction.usage import Read, UsageLog
 from millrace.cache.eviction.usage_records import UsageRecords, group_number
 from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reading.fetching import DirectSource, Fetched
@@ -295,7 +295,7 @@ def entry(number: int, nbytes: int = 100) -> Entry:
 def kept(records: UsageRecords, *entries: Entry, copy: bool) -> None:
     log = UsageLog()
     for each in entries:
-        log.missed(each, 0, lambda: "g", kept=True, copy=copy)
+        log.note(Read(each, 0, hit=False, kept=True, group=lambda: "g", copy=copy))
     records.note(log.drain(), capacity_bytes=10_000, now=0.0)
 
 
@@ -332,8 +332,9 @@ def test_ghost_that_is_found_stored_again_returns_with_its_uses(index: Index) ->
     kept(records, one, other, copy=False)
     for number in range(3):
         log = UsageLog()
-        log.hit(entry(3 + number, 10_000), 10_000, lambda: "others")  # traffic, or the two reads were one run
-        log.hit(one, 100)
+        # Traffic, or the two reads were one run.
+        log.note(Read(entry(3 + number, 10_000), 10_000, hit=True, kept=True, group=lambda: "others"))
+        log.note(Read(one, 100, hit=True, kept=True))
         records.note(log.drain(), capacity_bytes=10_000, now=0.0)
     used = records.find([one.object_id]).records
     assert used[0].unit.uses > 2

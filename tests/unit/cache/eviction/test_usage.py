@@ -1,6 +1,6 @@
 import threading
 
-from millrace.cache.eviction.usage import AccessRecord, UsageLog
+from millrace.cache.eviction.usage import AccessRecord, Read, UsageLog
 from millrace.store.records import Entry, segment_unit
 
 
@@ -18,8 +18,8 @@ def test_uses_are_added_up_by_object() -> None:
     log.settle()
     assert received == [(4, 35)]
     log.touched(again)
-    log.hit(use(3).entry, 7)
-    log.missed(use(3).entry, 3, kept=False)
+    log.note(Read(use(3).entry, 7, hit=True, kept=True))
+    log.note(Read(use(3).entry, 3, hit=False, kept=False))
     assert log.settle() == 55
     assert [(tally.key, tally.hit_bytes, tally.miss_bytes, tally.kept) for tally in log.drain()] == [
         (b"\1" * 16, 40, 0, True),
@@ -35,10 +35,10 @@ def test_uses_are_added_up_by_object() -> None:
 def test_use_of_a_small_object_counts_for_its_segment_only_if_it_was_kept() -> None:
     log = UsageLog()
     lone = use(1).entry
-    log.missed(lone, 10, lambda: "somewhere", kept=False)
-    log.missed(use(2).entry, 10, kept=False)
+    log.note(Read(lone, 10, hit=False, kept=False, group=lambda: "somewhere"))
+    log.note(Read(use(2).entry, 10, hit=False, kept=False))
     inside = lone._replace(place=77, offset=64)
-    log.missed(inside, 0, kept=True)
+    log.note(Read(inside, 0, hit=False, kept=True))
     log.touched(AccessRecord(inside._replace(object_id=b"\5" * 16, offset=128)))
     other, segment = log.drain()
     assert (other.key, other.kept, other.joined) == (b"\2" * 16, False, [])
