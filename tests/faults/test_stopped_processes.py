@@ -68,7 +68,7 @@ print(time.monotonic() - began)
 
 POINTS = [
     "millrace.origin.object_store:ObjectStoreOrigin.read",  # has the lock of a fetch
-    "millrace.cache.metadata.sources:OriginMetadata.list_level",  # has the lock of a metadata request
+    "millrace.cache.metadata.metadata:OriginMetadata.list_level",  # has the lock of a metadata request
     "millrace.store.index:Index._put",  # has the lock to write, and that of LMDB
     "millrace.store.store:Store.write_block",
     "millrace.store.segments:_Segment.append",

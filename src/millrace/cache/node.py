@@ -18,9 +18,8 @@ from millrace.cache.counters import NAMES, wait_until_settled
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.retention import NO_RULES
 from millrace.cache.eviction.usage import CHECKPOINT_FILES, AccessRecord, group_of
-from millrace.cache.metadata.metadata import MetadataCache
+from millrace.cache.metadata.metadata import ORIGIN_METADATA, MetadataCache, UncachedMetadata
 from millrace.cache.metadata.page_map import PageMap
-from millrace.cache.metadata.sources import ORIGIN_METADATA, MetadataSource, UncachedMetadata
 from millrace.cache.reading.fetching import DirectSource, MakeSource
 from millrace.cache.reading.locations import (
     FileLocation,

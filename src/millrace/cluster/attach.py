@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.cache.metadata.sources import ORIGIN_METADATA, MetadataSource
+from millrace.cache.metadata.metadata import ORIGIN_METADATA
+from millrace.cache.metadata.sources import MetadataSource
 from millrace.cache.node import CacheNode, cache_node, store_directory
 from millrace.cache.reading.fetching import DirectSource, MakeSource
 from millrace.cluster.node_starter import node_starter

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
+from millrace.cache.metadata.metadata import ORIGIN_METADATA
 from millrace.cache.metadata.pages import Space
-from millrace.cache.metadata.sources import ORIGIN_METADATA, ListingPart, base_of, end_of
+from millrace.cache.metadata.sources import ListingPart, base_of, end_of
 from millrace.cache.node import CacheNode
 from millrace.cluster.breakers import boot_seconds
 from millrace.cluster.cluster import Cluster

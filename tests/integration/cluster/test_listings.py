@@ -16,9 +16,8 @@ import pytest
 from tests.support.origins import MemoryOrigin
 from tests.support.planes import Views
 
-from millrace.cache.metadata.metadata import MetadataCache
+from millrace.cache.metadata.metadata import MetadataCache, UncachedMetadata
 from millrace.cache.metadata.page_map import PageMap
-from millrace.cache.metadata.sources import UncachedMetadata
 from millrace.cache.node import CacheNode, cache_node
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.cluster import Cluster

@@ -14,7 +14,7 @@ from tests.support.etcd import EtcdServer
 from tests.support.origins import MemoryOrigin
 
 from millrace.cache.disk import Disk
-from millrace.cache.metadata.sources import ORIGIN_METADATA
+from millrace.cache.metadata.metadata import ORIGIN_METADATA
 from millrace.cache.node import CacheNode, cache_node, close_nodes, store_directory
 from millrace.cache.reading.fetching import DirectSource
 from millrace.cluster import attach

@@ -5,5 +5,5 @@ Key terms:
 - freshness: how old a cached entry may be before the origin is requested again (the option `consistency`).
 - invalidation: a write that removes the cached metadata of its key on every node.
 
-Start reading in `metadata.py`, then `sources.py` and `page_map.py`.
+Start reading in `metadata.py`, then `page_map.py` and `sources.py`.
 """

@@ -16,22 +16,18 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
-from millrace.cache.metadata.page_map import PageMap, Stretch
+from millrace.cache.metadata.page_map import ALWAYS_FRESH, Freshness, Moment, PageMap, Stretch
 from millrace.cache.metadata.pages import Description, Page, Space, Transaction, encode, level_space
 from millrace.cache.metadata.sources import (
-    ALWAYS_FRESH,
-    ORIGIN_METADATA,
     Below,
-    Freshness,
     ListingPart,
     ListingStream,
     MetadataSource,
-    Moment,
     base_of,
     end_of,
 )
 from millrace.errors import DeniedError, DiskFullError, MillraceError, StorageError, UsageError
-from millrace.origin import Listing, ObjectInfo, Origin
+from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
 from millrace.runtime.locks import NamedLocks
 
 _log = logging.getLogger("millrace.cache")
@@ -621,3 +617,82 @@ class MetadataCache:
         except StorageError as error:
             self._report_disk(error)
             return otherwise
+
+
+# --- without a cluster, and without a disk ---------------------------------------------------------
+
+
+class OriginMetadata:
+    """The `MetadataSource` of a node without a cluster: every request goes to the origin."""
+
+    def head(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        return origin.head(key), 0.0
+
+    def list_level(self, origin: Origin, prefix: str) -> tuple[Listing, float]:
+        return origin.list_level(prefix), 0.0
+
+    def list_pages(
+        self, origin: Origin, prefix: str, *, after: str, settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[tuple[ListingPage, float]]:
+        return ((page, 0.0) for page in origin.list_pages(prefix, after=after, settled=settled))
+
+    def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
+        return False  # a single node
+
+
+ORIGIN_METADATA: MetadataSource = OriginMetadata()
+
+
+class UncachedMetadata:
+    """Replaces `MetadataCache` on a node without a usable disk: it stores nothing and requests everything.
+
+    Writes through it still invalidate the metadata that other nodes have cached.
+    """
+
+    def __init__(self, source: Callable[[], MetadataSource] = lambda: ORIGIN_METADATA) -> None:
+        self._source = source
+
+    def known(self, origin: Origin, key: str) -> ObjectInfo | None:
+        return None
+
+    def stat(self, origin: Origin, key: str) -> ObjectInfo:
+        return origin.head(key)
+
+    def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        return origin.head(key), 0.0
+
+    def invalidate(self, origin: Origin, *keys: str) -> None:
+        self._source().changed(origin, keys)
+
+    def drop_outdated(self, origin: Origin, key: str) -> None:
+        self.invalidate(origin, key)
+
+    def listing_root(self, origin: Origin, key: str) -> str | None:
+        return None
+
+    def invalidate_all(self) -> None:
+        pass
+
+    def remembered_directory(self, origin: Origin, prefix: str) -> bool:
+        return False
+
+    def below(self, origin: Origin, prefix: str, *, accept_empty: bool = False) -> Below:
+        for page in origin.list_pages(prefix):
+            if page.objects:
+                return "something"
+            if page.is_directory:
+                return "empty"
+        return "nothing"
+
+    def parts(self, origin: Origin, prefix: str, after: str) -> Iterator[ListingPart]:
+        for page in origin.list_pages(prefix, after=after):
+            through = (
+                end_of(prefix) if page.last else page.objects[-1].key if page.objects else after or base_of(prefix)
+            )
+            yield ListingPart(page.objects, through, page.is_directory)
+
+    def list_level(self, origin: Origin, prefix: str) -> Listing:
+        return origin.list_level(prefix)
+
+    def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        return origin.list_all(prefix)

@@ -13,6 +13,7 @@ key.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import repeat
@@ -58,7 +59,6 @@ from millrace.cache.metadata.pages import (
     unpack_record,
     write_number,
 )
-from millrace.cache.metadata.sources import Moment
 from millrace.origin import ObjectInfo
 from millrace.store.index import Index
 from millrace.store.transactions import Writing
@@ -69,6 +69,59 @@ _MOST_KEYS = 1 << 16
 _MOST_PAGES = 4096
 _LOOK_UPS = 32
 _PAUSE_SECONDS = 60.0
+
+
+# --- freshness ------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """The moment of a request to the origin: the time, and the number of the last change before it."""
+
+    sent_at: float
+    changes: int
+
+    def earlier(self, seconds: float) -> Moment:
+        """The moment of a response that had this age when it arrived."""
+        return self if not seconds else Moment(self.sent_at - seconds, self.changes)
+
+
+class Freshness(NamedTuple):
+    """For how long cached metadata is used without a new request.
+
+    `max_age` is in seconds: 0 never uses cached metadata, `inf` never requests it again. The object is false for 0.
+    Metadata that was requested before the time `since` is not used.
+    """
+
+    max_age: float
+    since: float = -math.inf
+
+    def __bool__(self) -> bool:
+        return self.max_age > 0
+
+    def earliest(self, now: float) -> float:
+        """The earliest time of a request whose response is fresh now."""
+        return max(now - self.max_age, self.since)
+
+    def latest(self, now: float) -> float:
+        """The latest time of a request whose response is fresh now.
+
+        A request in the future was sent before the clock was set back. Its age is not known, so it is stale.
+        """
+        return math.inf if self.max_age == math.inf else now
+
+    def is_fresh(self, sent_at: float, now: float) -> bool:
+        """Whether the response to a request at time `sent_at` is fresh at time `now`."""
+        return self.max_age > 0 and self.earliest(now) <= sent_at <= self.latest(now)
+
+    def stale_from(self, sent_at: float) -> float:
+        """The time from which the response to a request at time `sent_at` is stale."""
+        return sent_at + self.max_age
+
+
+ALWAYS_FRESH = Freshness(math.inf)
+"""For metadata that cannot change, such as that of a file in a commit."""
+
+# --- the map --------------------------------------------------------------------------------------
 
 Remembered = tuple[int, str, float, float]
 """Size in bytes, version, time of modification, and time of the request."""

@@ -21,8 +21,8 @@ from millrace.cache.disk import Disk
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.usage import FindGroup, Read
 from millrace.cache.metadata.metadata import MetadataCache
+from millrace.cache.metadata.page_map import Freshness
 from millrace.cache.metadata.pages import Transaction
-from millrace.cache.metadata.sources import Freshness
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError, disk_error, disk_errors
