@@ -24,5 +24,8 @@ class TimeWithoutWaits:
     def monotonic(self) -> float:
         return self.now
 
+    def monotonic_ns(self) -> int:
+        return int(self.now * 1e9)
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds

@@ -20,6 +20,7 @@ from millrace.cache.eviction.retention import NO_RULES
 from millrace.cache.eviction.usage import CHECKPOINT_FILES, AccessRecord, group_of
 from millrace.cache.metadata.metadata import ORIGIN_METADATA, MetadataCache, UncachedMetadata
 from millrace.cache.metadata.page_map import PageMap
+from millrace.cache.metadata.sources import MetadataSource
 from millrace.cache.reading.fetching import DirectSource, MakeSource
 from millrace.cache.reading.locations import (
     FileLocation,

@@ -341,7 +341,7 @@ def limited(origin: Origin, limits: Limits) -> Origin:
 
 def requests_in_flight(cache_dir: Path) -> int:
     """The requests to origins in progress, of all processes that share `cache_dir`."""
-    slots_in_use = imported("millrace.origin.limits.node_state").slots_in_use
+    slots_in_use = imported("millrace.origin.limits.slots").slots_in_use
     in_flight = 0
     with contextlib.suppress(OSError):  # without the directory there was no request
         for path in cache_dir.joinpath(*_FOLDER).iterdir():

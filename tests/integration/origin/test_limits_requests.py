@@ -27,8 +27,8 @@ from millrace.errors import DeniedError, ObjectNotFoundError, OriginBusyError, O
 from millrace.origin import Origin, open_origin
 from millrace.origin.base import LimitedOrigin
 from millrace.origin.limits import retrying
-from millrace.origin.limits.node_state import BURST_SECONDS
 from millrace.origin.limits.retrying import Patience
+from millrace.origin.limits.slots import BURST_SECONDS
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 

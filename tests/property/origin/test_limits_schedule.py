@@ -8,7 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace.origin.limits.node_state import (
+from millrace.origin.limits.retry_after import parse_retry_after
+from millrace.origin.limits.retrying import backoff
+from millrace.origin.limits.slots import (
     BURST_SECONDS,
     FEW_REQUESTS,
     LONGEST_CLOSED_SECONDS,
@@ -18,8 +20,6 @@ from millrace.origin.limits.node_state import (
     next_start,
     pause_of_gate,
 )
-from millrace.origin.limits.retry_after import parse_retry_after
-from millrace.origin.limits.retrying import backoff
 
 # Examples are small; a busy machine makes them slow all the same.
 patient = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -20,7 +20,9 @@ from millrace.errors import (
     OutcomeUnknownError,
     UsageError,
 )
-from millrace.origin.limits.node_state import (
+from millrace.origin.limits.retry_after import parse_retry_after
+from millrace.origin.limits.retrying import PATIENCE, Verdict, backoff, is_unsure, patience_within, verdict_on
+from millrace.origin.limits.slots import (
     FEW_REQUESTS,
     LONGEST_CLOSED_SECONDS,
     Window,
@@ -29,8 +31,6 @@ from millrace.origin.limits.node_state import (
     next_start,
     pause_of_gate,
 )
-from millrace.origin.limits.retry_after import parse_retry_after
-from millrace.origin.limits.retrying import PATIENCE, Verdict, backoff, is_unsure, patience_within, verdict_on
 from millrace.origin.protocol import request_seconds
 
 REFUSED = OriginUnavailableError("400")

@@ -28,11 +28,9 @@ from millrace.errors import ConfigurationError, StorageError
 from millrace.events import Event
 from millrace.origin import open_origin
 from millrace.origin.base import LimitedOrigin, Limits, limited
-from millrace.origin.limits import node_state
 from millrace.origin.limits import slots as slots_module
-from millrace.origin.limits.node_state import FEW_REQUESTS, NodeState, Number
 from millrace.origin.limits.retrying import in_slot
-from millrace.origin.limits.slots import GateClosed, NodeLimiter, Slot, node_limiter
+from millrace.origin.limits.slots import FEW_REQUESTS, GateClosed, NodeLimiter, NodeState, Number, Slot, node_limiter
 
 DEADLINE = 60.0
 
@@ -544,7 +542,9 @@ def test_rate_of_two_limiters_is_shared(path: Path, monkeypatch: pytest.MonkeyPa
         return start, booked
 
     monkeypatch.setattr(slots_module, "next_start", noted)
-    monkeypatch.setattr(node_state, "SILENCE_SECONDS", DEADLINE)  # a delayed thread is not taken for a stopped process
+    monkeypatch.setattr(
+        slots_module, "SILENCE_SECONDS", DEADLINE
+    )  # a delayed thread is not taken for a stopped process
     limiters = [make(path, most=64, per_second=50.0) for _ in range(2)]
 
     def work(limiter: NodeLimiter) -> None:
@@ -631,11 +631,11 @@ def test_state_file_of_another_boot_or_program_is_initialized(path: Path, conten
 
 def test_process_stopped_during_a_change_does_not_stop_the_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real stopped process keeps the lock. The others wait for it each time, with a bound."""
-    monkeypatch.setattr(node_state, "SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(slots_module, "SILENCE_SECONDS", 0.1)
     program = """
 import os, signal, sys
 from pathlib import Path
-from millrace.origin.limits.node_state import NodeState
+from millrace.origin.limits.slots import NodeState
 with NodeState(Path(sys.argv[1])).exclusive():
     print("in", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -653,11 +653,11 @@ with NodeState(Path(sys.argv[1])).exclusive():
             assert booked > began  # the rate counts all the same, and so does the gate
             assert limiter.close_gate(slot, 30.0)
             assert isinstance(limiter.acquire(1.0), GateClosed)
-            assert not limiter._shared_state()._lock(node_state._flock(fcntl.F_WRLCK, node_state._MUTEX_BYTE))
+            assert not limiter._shared_state()._lock(slots_module._flock(fcntl.F_WRLCK, slots_module._MUTEX_BYTE))
         finally:
             process.kill()
     # A dead one blocks no other.
-    monkeypatch.setattr(node_state, "SILENCE_SECONDS", 600.0)
+    monkeypatch.setattr(slots_module, "SILENCE_SECONDS", 600.0)
     with limiter._shared_state().exclusive():
         numbers[Number.CLOSED_UNTIL] = 0.0
     limiter.release(slot, responded=True)
@@ -775,7 +775,7 @@ def count_open(folder: Path) -> int:
 
 
 def test_state_file_replaced_during_the_open_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_file = node_state._open_file
+    open_file = slots_module._open_file
 
     def open_and_replace(path: Path) -> int:
         descriptor = open_file(path)
@@ -784,7 +784,7 @@ def test_state_file_replaced_during_the_open_is_an_error(path: Path, monkeypatch
         other.rename(path)
         return descriptor
 
-    monkeypatch.setattr(node_state, "_open_file", open_and_replace)
+    monkeypatch.setattr(slots_module, "_open_file", open_and_replace)
     with pytest.raises(StorageError, match="changes while it is opened"):
         NodeState(path)
 
@@ -868,9 +868,9 @@ def test_process_stopped_while_it_takes_the_only_slot_does_not_stop_the_others(p
     program = """
 import os, signal, sys
 from pathlib import Path
-from millrace.origin.limits import node_state
-state = node_state.NodeState(Path(sys.argv[1]))
-assert state._lock(node_state._flock(node_state.fcntl.F_WRLCK, node_state._MARKS))
+from millrace.origin.limits import slots
+state = slots.NodeState(Path(sys.argv[1]))
+assert state._lock(slots._flock(slots.fcntl.F_WRLCK, slots._MARKS))
 print("in", flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """

@@ -5,5 +5,5 @@ Key terms:
 - gate: closed for the whole node while the origin requests a pause (429, 503).
 - retry: one operation is retried until it succeeds or the patience ends.
 
-Start reading in `retrying.py`, then `slots.py` and `node_state.py`.
+Start reading in `retrying.py`, then `slots.py`.
 """
