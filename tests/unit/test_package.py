@@ -26,7 +26,7 @@ def test_import_of_the_package_loads_no_library() -> None:
         "import millrace",
         "import millrace.filesystem",
         "import millrace.filesystem.filesystem",
-        "from millrace.filesystem.paths import OWN_SCHEME",
+        "from millrace.filesystem.opens import OWN_SCHEME",
         "import fsspec; fsspec.get_filesystem_class('millrace')",
         "from millrace import MillraceFileSystem",
     ],

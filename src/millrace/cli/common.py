@@ -164,7 +164,7 @@ def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> tuple[str,
     """
     from millrace.cache.catalog import origins
     from millrace.filesystem import filesystem
-    from millrace.filesystem.paths import is_pattern
+    from millrace.filesystem.opens import is_pattern
     from millrace.origin import options_for, require_url, split_url
 
     require_url(url)

@@ -32,9 +32,18 @@ from millrace.filesystem.files import (
     read_batch,
 )
 from millrace.filesystem.handler import MillraceHandler
-from millrace.filesystem.hot import HotOpens, drop_hot_opens, log_mapped, open_hooks
 from millrace.filesystem.managing import CacheManagement
-from millrace.filesystem.paths import OWN_SCHEME, Paths, names_directory, unusable_name, without_any_scheme
+from millrace.filesystem.opens import (
+    OWN_SCHEME,
+    HotOpens,
+    Paths,
+    drop_hot_opens,
+    log_mapped,
+    names_directory,
+    open_hooks,
+    unusable_name,
+    without_any_scheme,
+)
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.option_types import FileSystemOptions
 from millrace.origin import SCHEMES, ObjectInfo, open_origin

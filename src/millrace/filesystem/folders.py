@@ -21,7 +21,7 @@ from millrace.cache.reading.locations import stored_object
 from millrace.errors import DiskFullError, MillraceError, StorageError, UsageError
 from millrace.figures import size_text
 from millrace.filesystem.loading import LoadProgress, everything, load, pattern_root, select
-from millrace.filesystem.paths import is_pattern
+from millrace.filesystem.opens import is_pattern
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors

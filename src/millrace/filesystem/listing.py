@@ -14,7 +14,7 @@ from fsspec.core import has_magic
 from fsspec.implementations.chained import ChainedFileSystem
 
 from millrace.errors import DeniedError, MissingError, NotDirectoryError, ObjectNotFoundError, UsageError
-from millrace.filesystem.paths import is_pattern, names_directory
+from millrace.filesystem.opens import is_pattern, names_directory
 from millrace.origin import Listing, ObjectInfo, Origin
 
 if TYPE_CHECKING:

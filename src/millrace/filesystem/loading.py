@@ -24,7 +24,7 @@ from millrace.cache.filling import FetchedPiece, Fill
 from millrace.cache.node import store_directory
 from millrace.errors import DiskFullError, MillraceError, ObjectChangedError, ObjectNotFoundError
 from millrace.figures import size_text
-from millrace.filesystem.paths import is_pattern
+from millrace.filesystem.opens import is_pattern
 from millrace.filesystem.scheduling import FetchScheduler, ObjectFetch
 from millrace.origin import ObjectInfo
 from millrace.origin.side_by_side import side_by_side

@@ -18,7 +18,7 @@ from millrace.cache.eviction.usage import url_of
 from millrace.config import CacheOptions, parse_amount, parse_seconds
 from millrace.errors import UsageError
 from millrace.filesystem.listing import ListingFileSystem
-from millrace.filesystem.paths import is_pattern, text_of
+from millrace.filesystem.opens import is_pattern, text_of
 from millrace.origin import Readable
 from millrace.runtime.forks import importing
 

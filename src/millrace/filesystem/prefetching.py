@@ -19,7 +19,7 @@ from millrace.cache.filling import PIECE_BLOCKS, FetchedPiece, Fill
 from millrace.config import parse_amount
 from millrace.errors import MillraceError, UsageError, shown_key
 from millrace.events import Event, emit
-from millrace.filesystem.hot import open_hooks
+from millrace.filesystem.opens import open_hooks
 from millrace.filesystem.scheduling import FetchScheduler, ObjectFetch
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks

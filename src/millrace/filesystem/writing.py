@@ -27,7 +27,7 @@ from millrace.errors import (
 )
 from millrace.figures import listed
 from millrace.filesystem.listing import ListingFileSystem, parents
-from millrace.filesystem.paths import names_directory
+from millrace.filesystem.opens import names_directory
 from millrace.filesystem.uploads import CompressedUpload, UploadFile
 from millrace.origin.keys import check_readable
 from millrace.origin.side_by_side import at_late_end, side_by_side

@@ -17,7 +17,7 @@ from tests.support.waiting import wait_until
 import millrace
 from millrace.errors import ConfigurationError, UsageError
 from millrace.filesystem import prefetching
-from millrace.filesystem.hot import open_hooks
+from millrace.filesystem.opens import open_hooks
 from millrace.filesystem.orders import PrefetchingSampler, following, ray_file_order, without_repeats
 from millrace.filesystem.prefetching import Prefetch
 from millrace.store.records import BLOCK_BYTES

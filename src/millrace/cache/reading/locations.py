@@ -5,7 +5,7 @@ use both in the same way. A location reads, verifies and stores single blocks. I
 
 A complete object is a `NativeObject`: memory that pyarrow reads without calling Python. `look_up` serves the first open of
 an object by a process: its version, its record and its bytes, by one index transaction. `open_entry` serves all other
-opens, with the record. Later opens need no lookup (`filesystem/hot.py`). Figures: docs/design/0009-cold-reads.md.
+opens, with the record. Later opens need no lookup (`filesystem/opens.py`). Figures: docs/design/0009-cold-reads.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache.node import close_nodes
-from millrace.filesystem.hot import HotOpen, HotOpens, drop_hot_opens
+from millrace.filesystem.opens import HotOpen, HotOpens, drop_hot_opens
 from millrace.runtime import maintenance
 
 Make = Callable[..., millrace.MillraceFileSystem]
