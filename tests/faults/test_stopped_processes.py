@@ -78,7 +78,7 @@ POINTS = [
     "millrace.cache.eviction.evictor:Evictor._replace",
     "millrace.cache.disk:Disk._tidy",
     "millrace.store.seals:SegmentSealer._seal",
-    "millrace.cache.eviction.retention:replace_file",
+    "millrace.cache.disk:replace_file",
 ]
 
 
@@ -145,7 +145,7 @@ def test_process_stopped_at_any_point_blocks_no_reader(tmp_path: Path, data: Pat
 def test_command_during_stopped_change_of_the_rules_fails_with_the_cause(tmp_path: Path, data: Path) -> None:
     cache = tmp_path / "cache"
     code = "import sys; from millrace.cli import main; sys.exit(main(sys.argv[1:]))"
-    with stopped(cache, data, "millrace.cache.eviction.retention:replace_file"):
+    with stopped(cache, data, "millrace.cache.disk:replace_file"):
         command = [sys.executable, "-c", code, "resize", "1GB", "--cache-dir", str(cache)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert ended.returncode != 0

@@ -9,11 +9,11 @@ class ManualMaintenance(PeriodicThread):
     """Periodic tasks without a thread: only `run_all` calls them."""
 
     def register(self, task: Task) -> None:
-        self._due[task] = 0.0
+        self.due[task] = 0.0
 
     def forget(self) -> None:
         """Unregister all tasks."""
-        self._due.clear()
+        self.due.clear()
 
 
 MANUAL_MAINTENANCE = ManualMaintenance("manual-maintenance")

@@ -1,16 +1,17 @@
-"""One cache directory, open in one process: its store, eviction records, counters, maps and fetches, and the blocks in
-memory that it could not store.
+"""One cache directory, open in one process: its store, retention rules, eviction records, counters, maps and fetches, and
+the blocks in memory that it could not store.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,20 +24,22 @@ from millrace.cache.eviction.audit import Audit, Leftovers
 from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.evictor import Candidate, Evictor
 from millrace.cache.eviction.policy import EvictionPolicy
-from millrace.cache.eviction.retention import Place, RulesFile
+from millrace.cache.eviction.retention import NO_RULES, Place, Rules, decode, encode
 from millrace.cache.eviction.usage import FindGroup, Read, UsageLog, copies_of
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.cache.footers import Footers
 from millrace.cache.metadata.page_map import PageMap
 from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
-from millrace.errors import StorageError
+from millrace.errors import MillraceError, StorageError
 from millrace.events import Event, emit
 from millrace.figures import size_text
 from millrace.runtime import forks
-from millrace.runtime.failures import FailingDiskError
+from millrace.runtime.directories import locked_directory
+from millrace.runtime.failures import FailingDiskError, disk_errors
 from millrace.runtime.forks import importing
 from millrace.runtime.locks import BlockKey, Flights, NamedLocks
 from millrace.runtime.maintenance import register_periodic, unregister
+from millrace.runtime.private_files import read_file, replace_file
 from millrace.store.environment import DamagedIndexError
 from millrace.store.index import Index
 from millrace.store.maps import MapCache, Sweeper
@@ -45,6 +48,7 @@ from millrace.store.seals import Sealer, SegmentSealer
 from millrace.store.segment_files import data_path
 from millrace.store.segment_maps import SegmentMaps
 from millrace.store.segments import SEGMENT_BYTES, Segments
+from millrace.store.setup import RULES_NAME, RULES_TEXT
 from millrace.store.signals import REMOVALS, Signals
 from millrace.store.space import bytes_of
 from millrace.store.store import Store, VerifiedBlocks
@@ -56,6 +60,8 @@ _POLICY: EvictionPolicy = keep_policy
 
 _BATCHES = 64  # uses are recorded when their bytes reach this fraction (1/n) of the capacity, or twice a second
 _BATCH_WITHOUT_CAPACITY = 64 << 20  # nothing is evicted, so that the order of uses does not matter
+
+_LOOK_EVERY_SECONDS = 0.5  # for changes of the rules
 
 _SEGMENTS_OF_A_QUOTA = 16  # the capacity holds at least this many segments
 
@@ -140,6 +146,90 @@ class HeldBlocks:
                 memory.used -= len(memory.blocks.pop(place))
 
 
+class RulesFile:
+    """The file `rules.json` of the store in `directory`. Thread- and process-safe. Nothing is open between two calls.
+
+    The file is next to the index, not in it, since the index is rebuilt from data files after a crash. A change is written
+    to a new file and renamed, under a lock of the directory, so a reader gets either the old rules or the new ones. An
+    unreadable file is reported once, and the last readable rules stay in force. A file that is empty or all zeros is
+    replaced by the next change; any other unreadable file is left for repair.
+    """
+
+    def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._path = directory / RULES_NAME
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rules = NO_RULES
+        self._seen: tuple[int, ...] | None = None
+        self._look_at = -1.0
+
+    def current(self) -> Rules:
+        """The rules, at most half a second old; reads the disk at most that often."""
+        if self._clock() < self._look_at:
+            return self._rules
+        with self._lock:
+            self._look_at = self._clock() + _LOOK_EVERY_SECONDS
+            self._look()
+        return self._rules
+
+    def exists(self) -> bool:
+        """Whether rules were ever set."""
+        return os.path.lexists(self._path)
+
+    def change(self, edit: Callable[[Rules], Rules]) -> Rules:
+        """Replace the rules by `edit` of the newest ones; returns them. Writes nothing if nothing changes.
+
+        Raises `UnsupportedFormatError` or `StorageError` when the file cannot be read, and `StorageError` when it cannot be
+        written; the old rules then hold.
+        """
+        # Excludes the other threads as well. `current` must not wait for it: reads use the rules.
+        with disk_errors(self._path), locked_directory(self._directory, fcntl.LOCK_EX) as directory:
+            blank = self._is_blank()
+            old = self._rules if blank else self._read()
+            new = edit(old)
+            if new != old or blank:
+                replace_file(self._path, encode(new))
+                os.fsync(directory)
+            with self._lock:
+                self._rules, self._seen, self._look_at = new, None, -1.0
+        return new
+
+    def _look(self) -> None:
+        try:
+            about = os.stat(self._path)
+            seen: tuple[int, ...] = (about.st_ino, about.st_mtime_ns, about.st_size)
+        except FileNotFoundError:
+            seen = ()
+        except OSError as error:
+            seen = (error.errno or 0,)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            with disk_errors(self._path):
+                self._rules = self._read()
+        except MillraceError as error:
+            emit(Event(name="cache.rules.unreadable", subject=str(self._path), detail=str(error)))
+            _log.warning(
+                "%s: not in force until it is mended, unless this process has read them before: %s", error, RULES_TEXT
+            )
+
+    def _is_blank(self) -> bool:
+        """Whether the file exists, but is empty or all zeros, so that there is nothing to repair."""
+        try:
+            return not read_file(self._path).strip(b"\0")
+        except FileNotFoundError:
+            return False
+
+    def _read(self) -> Rules:
+        try:
+            data = read_file(self._path)
+        except FileNotFoundError:
+            return NO_RULES
+        return decode(data, source=str(self._path))
+
+
 class Room:
     """Space in a store that was reserved for one writer; true if any was granted."""
 
@@ -198,7 +288,7 @@ class Disk:
         self.copies = Copies(self.store.index, self.records)  # the cluster sets how to recognise them
         self.evictor = Evictor(
             self.store,
-            self.rules,
+            self.rules.current,
             self.records,
             self.locks,
             feed=self.write_down_uses,

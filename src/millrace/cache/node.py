@@ -40,8 +40,8 @@ from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
+from millrace.runtime.forks import Pool
 from millrace.runtime.locks import StoppedHolderError
-from millrace.runtime.maintenance import Pool
 from millrace.runtime.pipeline import limit_arenas
 from millrace.runtime.private_files import make_folder
 from millrace.store.records import BLOCK_BYTES, Entry, ObjectName, object_id, owners

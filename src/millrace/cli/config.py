@@ -41,7 +41,7 @@ def options_here(cache_dir: Sequence[str]) -> list[EffectiveOption]:
 
     Raises `ConfigurationError` for a value that cannot be used.
     """
-    from millrace.cache.eviction.retention import RulesFile
+    from millrace.cache.disk import RulesFile
     from millrace.cache.node import store_directory
     from millrace.cluster.attach import node_holding
     from millrace.cluster.folder import node_of_cluster

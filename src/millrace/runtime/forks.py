@@ -1,4 +1,4 @@
-"""State and imports in processes that fork.
+"""State, imports and pools of threads in processes that fork.
 
 A child gets a copy of the parent's memory, but none of its threads. A lock that another thread held stays locked in the
 child, connections and LMDB environments still belong to the parent, and work in progress never ends. A module with
@@ -12,7 +12,6 @@ are for modules that are imported together with the package that uses them.
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 - see below
 import contextlib
 import importlib
 import importlib.util
@@ -21,6 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor  # also: see below
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -165,3 +165,35 @@ def _run_all(resets: Iterable[Callable[[], None]]) -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+# --- pools ----------------------------------------------------------------------------------------
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads for fetches, started on demand. An interrupt (Ctrl-C) of `submit` leaves none of the pool's locks held.
+
+    Python's pool counts its idle threads with a semaphore, whose condition is entered in the thread that submits.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(threads, thread_name_prefix=name)
+        self._idle_semaphore = _Idle()
+
+
+class _Idle(threading.Semaphore):
+    """A semaphore for callers that do not wait. Each method is one step, so that an interrupt cannot leave it locked."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._idle: list[None] = []
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        try:
+            self._idle.pop()
+        except IndexError:
+            return False
+        return True
+
+    def release(self, n: int = 1) -> None:
+        self._idle.extend([None] * n)

@@ -522,7 +522,9 @@ _beats = PeriodicThread("millrace-beats")  # apart from maintenance, whose tasks
 
 def start_beats(beat: Task) -> None:
     """Call `beat`, which is quick and does not raise, twice a second until it returns False. Cheap when repeated."""
-    try:  # noqa: SIM105 - part of every lock: no context manager
+    if beat in _beats.due:  # part of every lock: without a call, and below without a context manager
+        return
+    try:  # noqa: SIM105
         _beats.register(beat)
     except RuntimeError:  # no more threads, or the interpreter is ending: others wait less for this process
         pass

@@ -1,4 +1,4 @@
-"""Threads: periodic tasks, which are functions that one daemon thread of the process calls at intervals, and pools.
+"""Periodic tasks: functions that one daemon thread of the process calls at intervals.
 
 A process that is idle must still close files that another process has evicted, count its reads and write heartbeats.
 The thread starts with the first task and ends with the last one. A forked child has neither the thread nor the tasks.
@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
@@ -35,36 +34,37 @@ class PeriodicThread:
         forks.reset_in_child(self._create)
 
     def _create(self) -> None:
-        self._due: dict[Task, float] = {}  # in monotonic seconds
+        self.due: dict[Task, float] = {}
+        """The tasks, and when each is called next, in monotonic seconds. Others may look whether a task is registered."""
         self._lock = threading.Lock()  # of the tasks and the thread
         self._running = threading.Lock()  # held while tasks run, so that `unregister` can wait for them
         self._thread: threading.Thread | None = None
 
     def register(self, task: Task) -> None:
         """Call `task` from now on. Cheap when it is registered already. Raises `RuntimeError` when no thread can start."""
-        if task in self._due:
+        if task in self.due:
             return
         with self._lock:
-            self._due[task] = time.monotonic() + TICK_SECONDS
+            self.due[task] = time.monotonic() + TICK_SECONDS
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:
-                    del self._due[task]
+                    del self.due[task]
                     raise
                 self._thread = thread
 
     def unregister(self, task: Task) -> None:
         """Do not call `task` again. Waits for the call in progress."""
         with self._running, self._lock:
-            self._due.pop(task, None)
+            self.due.pop(task, None)
 
     def run_all(self) -> None:
         """Call every task now, in the caller's thread."""
         with self._running:
             with self._lock:
-                tasks = list(self._due)
+                tasks = list(self.due)
             self._call(tasks)
 
     def _call(self, tasks: list[Task]) -> None:
@@ -72,12 +72,12 @@ class PeriodicThread:
             pause = self._result_of(task)
             if pause is False:
                 with self._lock:
-                    self._due.pop(task, None)
+                    self.due.pop(task, None)
                 # `register` may have found it in the table just before.
                 pause = self._result_of(task)
             if pause is not False:
                 with self._lock:
-                    self._due[task] = time.monotonic() + (TICK_SECONDS if pause is None or pause is True else pause)
+                    self.due[task] = time.monotonic() + (TICK_SECONDS if pause is None or pause is True else pause)
 
     def _result_of(self, task: Task) -> float | bool | None:
         try:
@@ -93,15 +93,15 @@ class PeriodicThread:
         pause = threading.Event()
         while True:
             with self._lock:
-                next_due = min(self._due.values(), default=0.0)
+                next_due = min(self.due.values(), default=0.0)
             pause.wait(min(TICK_SECONDS, max(0.0, next_due - time.monotonic())))
             with self._running:
                 now = time.monotonic()
                 with self._lock:
-                    tasks = [task for task, due in self._due.items() if due <= now]
+                    tasks = [task for task, due in self.due.items() if due <= now]
                 self._call(tasks)
             with self._lock:
-                if not self._due:
+                if not self.due:
                     self._thread = None
                     return
 
@@ -134,35 +134,3 @@ def unregister(task: Task) -> None:
 def run_tasks() -> None:
     """Call every task now, in the caller's thread. For tests."""
     _maintenance.run_all()
-
-
-# --- pools ----------------------------------------------------------------------------------------
-
-
-class Pool(ThreadPoolExecutor):
-    """Threads for fetches, started on demand. An interrupt (Ctrl-C) of `submit` leaves none of the pool's locks held.
-
-    Python's pool counts its idle threads with a semaphore, whose condition is entered in the thread that submits.
-    """
-
-    def __init__(self, threads: int, name: str) -> None:
-        super().__init__(threads, thread_name_prefix=name)
-        self._idle_semaphore = _Idle()
-
-
-class _Idle(threading.Semaphore):
-    """A semaphore for callers that do not wait. Each method is one step, so that an interrupt cannot leave it locked."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self._idle: list[None] = []
-
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        try:
-            self._idle.pop()
-        except IndexError:
-            return False
-        return True
-
-    def release(self, n: int = 1) -> None:
-        self._idle.extend([None] * n)

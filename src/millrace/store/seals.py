@@ -31,8 +31,8 @@ import xxhash
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError
+from millrace.runtime.forks import Pool
 from millrace.runtime.locks import NamedLocks, Outcome, lock_number
-from millrace.runtime.maintenance import Pool
 from millrace.store.index import Index
 from millrace.store.maps import MapSlot, lost_or_failed
 from millrace.store.records import Entry, block_count, generation_key, segment_unit

@@ -17,8 +17,7 @@ from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache import catalog
-from millrace.cache.disk import HeldBlocks
-from millrace.cache.eviction.retention import _LOOK_EVERY_SECONDS
+from millrace.cache.disk import _LOOK_EVERY_SECONDS, HeldBlocks
 from millrace.cache.node import CacheNode, _process, cache_node, close_nodes
 from millrace.config import Amount, resolve
 from millrace.errors import DiskFullError

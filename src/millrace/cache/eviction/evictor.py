@@ -24,7 +24,7 @@ from millrace.cache.eviction.audit import Audit
 from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.holdings import Holdings, Survey, Surveyor, is_expired
 from millrace.cache.eviction.policy import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, EvictionPolicy, Unit
-from millrace.cache.eviction.retention import AppliedRule, Place, Rules, RulesFile
+from millrace.cache.eviction.retention import AppliedRule, Place, Rules
 from millrace.cache.eviction.usage import FindGroup
 from millrace.cache.eviction.usage_records import Draw, UnitRecord, UsageRecords, group_number
 from millrace.config import Amount
@@ -104,14 +104,15 @@ class _Refusal(NamedTuple):
 class Evictor:
     """Evicts from one store. Thread-safe, any number of processes at once; not usable after a fork.
 
-    `rules` are the retention rules. `feed` writes down this process's uses. `remove_object` and `remove_segment` remove a
-    unit and return whether it was removed: a segment in use by a writer stays. `report` gets the failures of a disk.
+    `current_rules` returns the retention rules. `feed` writes down this process's uses. `remove_object` and
+    `remove_segment` remove a unit and return whether it was removed: a segment in use by a writer stays. `report` gets the
+    failures of a disk.
     """
 
     def __init__(
         self,
         store: Store,
-        rules: RulesFile,
+        current_rules: Callable[[], Rules],
         records: UsageRecords,
         locks: NamedLocks,
         *,
@@ -125,7 +126,7 @@ class Evictor:
     ) -> None:
         self._store = store
         self._policy = policy
-        self._rules = rules
+        self._current_rules = current_rules
         self._records = records
         self._locks = locks
         self._feed = feed
@@ -156,7 +157,7 @@ class Evictor:
         if wanted:
             candidate = candidate._replace(keep=Keep.OWNED)
         try:
-            rules = self._rules.current()
+            rules = self._current_rules()
             rule = self._rule_of(rules, candidate) if rules.by_place or wanted else None
             # Before the decision: a removal during the decision ends a refusal.
             state = _State(self._store.index.signals.numbers[REMOVALS], rules, self._store.space.limits)
@@ -219,7 +220,7 @@ class Evictor:
     def give_back(self, nbytes: int, candidate: Candidate) -> None:
         """Remove bytes from the quota that `reserve` granted and that were not written."""
         try:
-            rules = self._rules.current()
+            rules = self._current_rules()
             place = rules.rule_of(candidate.name()).quota_place if rules.by_place else None
             self._uncount(place, nbytes)
         except StorageError as error:
@@ -229,7 +230,7 @@ class Evictor:
         """Remove bytes from the quota of `place`."""
         if place is not None:
             with self._quota_lock:
-                used = self._surveyor.current(self._rules.current()).used
+                used = self._surveyor.current(self._current_rules()).used
                 used[place] = max(0, used.get(place, 0) - nbytes)
 
     def _reserve(self, nbytes: int, *, wait: bool = True) -> bool:
@@ -256,7 +257,7 @@ class Evictor:
         if place is not None:
             try:
                 with self._quota_lock:
-                    self._surveyor.current(self._rules.current()).add(place, candidate.key, nbytes)
+                    self._surveyor.current(self._current_rules()).add(place, candidate.key, nbytes)
             except StorageError as error:
                 self._report(error)
         return True
@@ -310,7 +311,7 @@ class Evictor:
         """Collect victims until there is enough, and only then remove them."""
         self._feed()
         self._audit.adopt()
-        rules = self._rules.current()
+        rules = self._current_rules()
         places = _places(rules)
         rule = self._rule_of(rules, candidate)
         unit = self._unit_of(candidate, 0 if rule.quota_place is None else places[rule.quota_place])
@@ -345,7 +346,7 @@ class Evictor:
             if shortage <= 0:
                 return True
             self._feed()
-            rules = self._rules.current()
+            rules = self._current_rules()
             may_go = self._copies.is_idle_checkpoint
             victims = self._copies_to_go(shortage, candidate, rules, _places(rules), may_go)
             if shortage > sum(victim.nbytes for victim in victims.values()):
@@ -412,7 +413,7 @@ class Evictor:
         Quick if no limit is exceeded. For the capacity, pins are never evicted; for `min_free` they are evicted last. Checks
         of every unit are done by one process of the node at a time, which also continues the audit.
         """
-        rules = self._rules.current()
+        rules = self._current_rules()
         chores = self._records.claim(_CHORES, _CHORES_SECONDS)
         survey = self._surveyor.current(rules) if chores or wait else Survey()
         over = [place for place in survey.used if self._excess(survey, rules, place) > 0]
@@ -450,7 +451,7 @@ class Evictor:
             self._audit.adopt()
             for draw in (self._copies.draw, self._records.draw):
                 pressing = partial(self._shortage, nbytes)
-                self._shrink(self._rules.current(), pressing, partial(draw, SHRINK_SAMPLE_SIZE))
+                self._shrink(self._current_rules(), pressing, partial(draw, SHRINK_SAMPLE_SIZE))
             return True
 
         self._exclusively(evict, _SHORT_TURN_SECONDS)
@@ -464,7 +465,7 @@ class Evictor:
         if place is None:
             return 0
         with self._quota_lock:
-            return self._excess_now(self._rules.current(), place) + nbytes
+            return self._excess_now(self._current_rules(), place) + nbytes
 
     def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
         return survey.used.get(place, 0) - _quota_of(self._store, rules, place)

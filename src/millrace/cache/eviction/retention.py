@@ -1,4 +1,4 @@
-"""The retention rules of a store: its size, and pins, quotas and TTLs of URL prefixes; and the file that contains them.
+"""The retention rules of a store: its size, and pins, quotas and TTLs of URL prefixes; and the content of their file.
 
 A rule is for a *prefix*: an object of exactly that name, and everything below it as a directory. `b/train` is a prefix of
 `b/train` and `b/train/x`, not of `b/training`. Where several prefixes match an object, each kind of rule (pin, quota, time
@@ -7,32 +7,17 @@ to live) is taken from the longest prefix that has one; so an object counts to o
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
 import math
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from millrace.config import Amount
-from millrace.errors import MillraceError, StorageError, UnsupportedFormatError
-from millrace.events import Event, emit
-from millrace.runtime.directories import locked_directory
-from millrace.runtime.failures import disk_errors
-from millrace.runtime.private_files import read_file, replace_file
+from millrace.errors import StorageError, UnsupportedFormatError
 from millrace.store.records import ObjectName
-from millrace.store.setup import RULES_NAME, RULES_TEXT
 
 FORMAT_VERSION = 1
-
-_LOOK_EVERY_SECONDS = 0.5
-
-_log = logging.getLogger("millrace.cache")
 
 Place = tuple[str, str]
 """The identity of an origin, and a prefix of its keys without a slash at the end (`""` is everything)."""
@@ -214,90 +199,3 @@ def _decode_seconds(value: Any) -> float | None:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf):
         return value
     raise ValueError(f"{value!r} is not a time")
-
-
-# --- the file -----------------------------------------------------------------------------------------
-
-
-class RulesFile:
-    """The file `rules.json` of the store in `directory`. Thread- and process-safe. Nothing is open between two calls.
-
-    The file is next to the index, not in it, since the index is rebuilt from data files after a crash. A change is written
-    to a new file and renamed, under a lock of the directory, so a reader gets either the old rules or the new ones. An
-    unreadable file is reported once, and the last readable rules stay in force. A file that is empty or all zeros is
-    replaced by the next change; any other unreadable file is left for repair.
-    """
-
-    def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory = directory
-        self._path = directory / RULES_NAME
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._rules = NO_RULES
-        self._seen: tuple[int, ...] | None = None
-        self._look_at = -1.0
-
-    def current(self) -> Rules:
-        """The rules, at most half a second old; reads the disk at most that often."""
-        if self._clock() < self._look_at:
-            return self._rules
-        with self._lock:
-            self._look_at = self._clock() + _LOOK_EVERY_SECONDS
-            self._look()
-        return self._rules
-
-    def exists(self) -> bool:
-        """Whether rules were ever set."""
-        return os.path.lexists(self._path)
-
-    def change(self, edit: Callable[[Rules], Rules]) -> Rules:
-        """Replace the rules by `edit` of the newest ones; returns them. Writes nothing if nothing changes.
-
-        Raises `UnsupportedFormatError` or `StorageError` when the file cannot be read, and `StorageError` when it cannot be
-        written; the old rules then hold.
-        """
-        # Excludes the other threads as well. `current` must not wait for it: reads use the rules.
-        with disk_errors(self._path), locked_directory(self._directory, fcntl.LOCK_EX) as directory:
-            blank = self._is_blank()
-            old = self._rules if blank else self._read()
-            new = edit(old)
-            if new != old or blank:
-                replace_file(self._path, encode(new))
-                os.fsync(directory)
-            with self._lock:
-                self._rules, self._seen, self._look_at = new, None, -1.0
-        return new
-
-    def _look(self) -> None:
-        try:
-            about = os.stat(self._path)
-            seen: tuple[int, ...] = (about.st_ino, about.st_mtime_ns, about.st_size)
-        except FileNotFoundError:
-            seen = ()
-        except OSError as error:
-            seen = (error.errno or 0,)
-        if seen == self._seen:
-            return
-        self._seen = seen
-        try:
-            with disk_errors(self._path):
-                self._rules = self._read()
-        except MillraceError as error:
-            emit(Event(name="cache.rules.unreadable", subject=str(self._path), detail=str(error)))
-            _log.warning(
-                "%s: not in force until it is mended, unless this process has read them before: %s", error, RULES_TEXT
-            )
-
-    def _is_blank(self) -> bool:
-        """Whether the file exists, but is empty or all zeros, so that there is nothing to repair."""
-        try:
-            return not read_file(self._path).strip(b"\0")
-        except FileNotFoundError:
-            return False
-
-    def _read(self) -> Rules:
-        try:
-            data = read_file(self._path)
-        except FileNotFoundError:
-            return NO_RULES
-        return decode(data, source=str(self._path))

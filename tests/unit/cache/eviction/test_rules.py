@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from tests.support.clocks import Clock
 from tests.support.waiting import in_other_thread
 
+from millrace.cache.disk import RulesFile
 from millrace.cache.eviction.retention import (
     NO_RULE,
     NO_RULES,
     AppliedRule,
     Rule,
     Rules,
-    RulesFile,
     covers,
     decode,
     encode,
@@ -169,7 +169,7 @@ def test_changed_rules_reach_another_process_within_a_second(tmp_path: Path) -> 
     reader = RulesFile(tmp_path, clock=clock)
     assert reader.current() == NO_RULES
     program = (
-        "import sys, pathlib; from millrace.cache.eviction.retention import RulesFile\n"
+        "import sys, pathlib; from millrace.cache.disk import RulesFile\n"
         "RulesFile(pathlib.Path(sys.argv[1])).change(lambda rules: rules.with_pin(('s3+aws:us-east-1', 'b')))"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=300)
@@ -195,7 +195,7 @@ def test_rules_are_read_while_a_change_waits_for_another_process(
         with locked_directory(directory, kind) as descriptor:
             yield descriptor
 
-    monkeypatch.setattr("millrace.cache.eviction.retention.locked_directory", locked)
+    monkeypatch.setattr("millrace.cache.disk.locked_directory", locked)
     rules = RulesFile(tmp_path)
     change = threading.Thread(target=rules.change, args=(lambda old: old.with_pin((S3, "b")),))
     change.start()
