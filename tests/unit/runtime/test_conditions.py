@@ -24,7 +24,7 @@ FUTURES = {
     "cluster/moving.py": "threads of the node process",
     "cluster/owning.py": "threads of the node process",
     "filesystem/prefetching.py": "used by the thread that walks through the order",
-    "runtime/maintenance.py": "the base class of `Pool`, whose `submit` enters no condition",
+    "runtime/forks.py": "the base class of `Pool`, whose `submit` enters no condition",
 }
 
 
