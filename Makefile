@@ -1,7 +1,7 @@
 # `make demo`, `make test`, `make test-all`, `make check`, `make docs`, `make bench` work from a clean clone: each first makes .venv, which needs only
 # Python 3.11 and a network. Everything that they make lies in the clone; `make clean` removes it.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-wheel check docs lint types bench clean venv
+.PHONY: help demo test test-all test-wheel check check-and-install docs lint types packages azurite bench clean venv
 
 help:
 	@echo "make demo    speech data from S3 through the cache into training, and checkpoints back: the whole way"
@@ -35,11 +35,22 @@ lint: venv
 types: venv
 	.venv/bin/mypy
 
-test: check
+test: check-and-install
 	@tools/test.sh -m "not slow" $(ARGS)
 
-test-all: check
+test-all: check-and-install
 	@tools/test.sh $(ARGS)
+
+# Downloads next to the installation, and next to the checks.
+check-and-install:
+	@$(MAKE) --no-print-directory --jobs=2 venv packages
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target types docs azurite lint
+
+packages:
+	@tools/test-packages.sh
+
+azurite: venv
+	@tools/azurite.sh || echo "test: there is no Azurite" >&2
 
 test-wheel: venv
 	@.venv/bin/python tools/check_wheel.py $(ARGS)

@@ -4,18 +4,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-# Without one of these, the tests that need it are skipped, which the last line reports.
+# `make` has installed both already, next to its checks.
 tools/azurite.sh &
 azurite=$!
-needs=(etcd:etcd-server prometheus:prometheus chromium-headless-shell:chromium-headless-shell chromium-headless-shell:fonts-dejavu-core)
-# Root's tests make machines of namespaces, with links between them that are cut, and logins by SSH.
-((EUID)) || needs+=(ip:iproute2 sshd:openssh-server ssh:openssh-client ssh-keygen:openssh-client rsync:rsync)
-missing=()
-for need in "${needs[@]}"; do
-  command -v "${need%:*}" >/dev/null || missing+=("${need#*:}")
-done
-((${#missing[@]} == 0)) || tools/debian-packages.sh "${missing[@]}" >/dev/null ||
-  echo "test: not all of these could be downloaded: ${missing[*]}" >&2
+tools/test-packages.sh
 wait "$azurite" || echo "test: there is no Azurite" >&2
 
 # Tests and the servers that they start leave nothing behind. Not in the clone: Unix sockets of Ray lie below it, and their
