@@ -79,16 +79,18 @@ class Owner:
 class PerProcess(Generic[Value]):
     """A value that each process creates at its first use, such as a client with connections.
 
-    `make` gets the parent's value, or None in the first process. The parent's value is kept and never destroyed. Thread-safe
-    if `make` is: two threads at the first use may create two values, of which one is then used.
+    `make` gets the parent's value, or None in the first process. A child never destroys its parent's value, even if it drops
+    this object: the destructor of a client may wait for a lock that a thread of the parent had. Thread-safe if `make` is:
+    two threads at the first use may create two values, of which one is then used.
     """
 
-    __slots__ = ("_make", "_owner", "_value")
+    __slots__ = ("__weakref__", "_make", "_owner", "_value")
 
     def __init__(self, make: Callable[[Value | None], Value]) -> None:
         self._make = make
         self._value = make(None)
         self._owner = Owner()
+        _per_process.add(weakref.ref(self, _per_process.discard))
 
     def get(self) -> Value:
         """This process's value."""
@@ -97,6 +99,10 @@ class PerProcess(Generic[Value]):
             self._value = self._make(self._value)
             self._owner = Owner()
         return self._value
+
+
+_per_process: set[weakref.ref[PerProcess[Any]]] = set()
+"""Every operation on it is one step, without a lock: another thread may fork."""
 
 
 # --- imports at the first use -----------------------------------------------------------------------
@@ -143,17 +149,22 @@ def importing() -> Iterator[None]:
 
 def _before_fork() -> None:
     _at_fork.held = _import_lock.acquire(timeout=_FORK_WAITS_SECONDS)
+    # Before the fork: in the child, the hook of another library may drop an object first, as fsspec's drops file systems.
+    objects = [reference() for reference in _per_process.copy()]
+    _at_fork.values = [each._value for each in objects if each is not None]
 
 
 def _after_fork_in_parent() -> None:
     if _at_fork.held:
         _import_lock.release()
+    del _at_fork.values
 
 
 def _after_fork_in_child() -> None:
     global _import_lock, _depth
     _import_lock = threading.RLock()
     _depth += 1
+    keep_inherited(_at_fork.values)
     _run_all(_resets)
 
 

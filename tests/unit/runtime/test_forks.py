@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -70,3 +71,52 @@ def test_per_process_value_is_created_anew_in_a_child() -> None:
     found = in_child(lambda: f"{value.get() == [os.getpid()]} {value.get() is value.get()} {made[1] == [os.getppid()]}")
     assert found == "True True True"
     assert made == [None]
+
+
+_DROPS_BEFORE_OUR_HOOKS = """
+import os, sys
+held = []
+os.register_at_fork(after_in_child=held.clear)  # before Millrace's: hooks run in the order of registration
+from millrace.runtime import forks
+
+class Client:
+    def __del__(self):
+        os.write(1, f"destroyed in {'the parent' if os.getpid() == parent else 'a child'}\\n".encode())
+
+parent = os.getpid()
+held.append(forks.PerProcess(lambda _: Client()))
+if (pid := os.fork()) == 0:
+    os.waitpid(os.fork() or os._exit(0), 0)  # nor in a grandchild
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+held.clear()
+"""
+
+
+def test_per_process_value_dropped_by_another_hook_is_destroyed_in_no_child() -> None:
+    done = subprocess.run([sys.executable, "-c", _DROPS_BEFORE_OUR_HOOKS], capture_output=True, text=True, check=True)
+    assert done.stdout == "destroyed in the parent\n"
+
+
+_DROPS_A_FILE_SYSTEM = """
+import gc, os, weakref
+import fsspec
+import millrace
+
+def clients():
+    fs = millrace.filesystem("s3", target_options={"anon": True, "endpoint_url": "http://127.0.0.1:9"}, members="none")
+    return weakref.ref(fs.origin.inner._clients._states.get())
+
+kept = clients()
+assert kept() is not None  # by fsspec, which drops all file systems in a forked child
+if (pid := os.fork()) == 0:
+    gc.collect()
+    cached = fsspec.get_filesystem_class("millrace")._cache
+    os._exit(0 if kept() is not None and not cached else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_clients_of_a_file_system_that_fsspec_drops_are_not_destroyed_in_a_child() -> None:
+    """The destructor of a client of obstore waits for a lock that a thread of the parent may have had: without end."""
+    subprocess.run([sys.executable, "-c", _DROPS_A_FILE_SYSTEM], check=True)
