@@ -27,7 +27,7 @@ from millrace.cache.reading.locations import FileLocation
 from millrace.errors import ObjectChangedError, OriginUnavailableError
 from millrace.events import Event, add_hook, fetch_id
 from millrace.filesystem.files import CachedFile
-from millrace.runtime.locks import Flights
+from millrace.runtime.locks import Flights, Outcome
 from millrace.store.records import BLOCK_BYTES, PAGE_BYTES, RUN_BLOCKS, ObjectName, object_id
 
 pytestmark = pytest.mark.usefixtures("no_maintenance")
@@ -279,6 +279,7 @@ def test_block_in_flight_without_space_is_not_requested_again(
     start = 2 * BLOCK_BYTES + 77
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(reader.read, start, start + 1000)
+        wait_until(lambda: Outcome.wait.__code__ in {frame.f_code for frame in sys._current_frames().values()})
         go_on.set()
         assert bytes(reading.result(120)) == content(origin, "b/large")[start : start + 1000]
     assert bytes(reader.read(start + 2000, start + 3000)) == content(origin, "b/large")[start + 2000 : start + 3000]
