@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,12 +39,6 @@ class Noisy(Dataset):
 Make = Callable[[], DataPosition]
 
 
-# Not forked from this process: a child that is forked while a thread of C begins to use Python may wait without end in
-# `os.fork` itself (CPython's issue 112275, seen with 3.11.7).
-WORKERS = multiprocessing.get_context("forkserver")
-WORKERS.set_forkserver_preload(["torch.utils.data", __name__])
-
-
 def own(**options: Any) -> Make:
     """Positions over a loader with our sampler."""
     sampling = {name: options.pop(name) for name in ("drop_last", "shuffle") if name in options}
@@ -66,10 +59,8 @@ LOADERS = {
     "stock, without the rest": stock(shuffle=True, drop_last=True),
     "stock, in order": stock(),
     "stock, distributed": stock(sampler=DistributedSampler(Noisy(), num_replicas=1, rank=0, seed=9)),
-    "two workers": own(num_workers=2, multiprocessing_context=WORKERS),
-    "two persistent workers": stock(
-        shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=4, multiprocessing_context=WORKERS
-    ),
+    "two workers": own(num_workers=2),
+    "two persistent workers": stock(shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=4),
 }
 
 
@@ -177,11 +168,9 @@ def test_start_of_an_epoch_keeps_the_random_state_of_the_process(name: str) -> N
 
 def test_augmentation_in_workers_does_not_depend_on_their_number_or_the_process() -> None:
     seeded()
-    one = epoch(own(num_workers=1, multiprocessing_context=WORKERS)())
+    one = epoch(own(num_workers=1)())
     torch.manual_seed(77)
-    assert (
-        epoch(own(num_workers=2, generator=torch.Generator().manual_seed(5), multiprocessing_context=WORKERS)()) == one
-    )
+    assert epoch(own(num_workers=2, generator=torch.Generator().manual_seed(5))()) == one
     drawn = [number for batch in one for part in batch[1:] for number in part]
     assert len(set(drawn)) == len(drawn)
 
@@ -196,9 +185,7 @@ class WorkerSeeds(Noisy):
 def test_worker_seeds_depend_only_on_seed_and_epoch() -> None:
     def begun(**options: Any) -> list[int]:
         sampler = ResumableSampler(SAMPLES, batch_size=12, seed=3)
-        position = DataPosition(
-            DataLoader(WorkerSeeds(), batch_sampler=sampler, num_workers=1, multiprocessing_context=WORKERS, **options)
-        )
+        position = DataPosition(DataLoader(WorkerSeeds(), batch_sampler=sampler, num_workers=1, **options))
         return [int(batch[0]) for _ in range(2) for batch in position]
 
     seeds = begun()
