@@ -211,14 +211,18 @@ class Store:
         path = self.path(entry) + records.SIDECAR_SUFFIX
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         try:
-            descriptor = os.open(path, flags, 0o600)
+            try:
+                descriptor = os.open(path, flags, 0o600)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, *NO_FILE_ERRNOS):
+                    return
+                raise
             try:
                 _write(descriptor, data, offset)
             finally:
                 os.close(descriptor)
         except (OSError, OverflowError) as error:
-            if not isinstance(error, OSError) or error.errno not in (errno.ENOENT, *NO_FILE_ERRNOS):
-                raise_disk_error(error, path)
+            raise_disk_error(error, path)
 
     def _require_no_blocks(self, entry: Entry, what: str) -> None:
         now = self.index.get(entry.object_id)
