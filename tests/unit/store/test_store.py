@@ -11,7 +11,7 @@ from millrace.config import Amount
 from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
 from millrace.events import Event, add_hook
 from millrace.runtime.failures import LostDataError
-from millrace.store.records import ObjectName
+from millrace.store.records import SIDECAR_SUFFIX, ObjectName
 from millrace.store.store import Store
 
 BLOCK = 64 << 10
@@ -65,6 +65,22 @@ def test_object_is_complete_only_with_its_last_block(tmp_path: Path) -> None:
 def test_empty_object_is_complete(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s")
     assert store.index.create(NAME, 0, BLOCK, ORIGIN_NAME).complete
+    store.close()
+
+
+def test_block_whose_checksum_cannot_be_written_is_not_recorded(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s")
+    entry = store.index.create(NAME, BLOCK, BLOCK, ORIGIN_NAME)
+    descriptor = store.open_data(entry)
+    sidecar = Path(store.path(entry) + SIDECAR_SUFFIX)
+    sidecar.unlink()
+    os.mkfifo(sidecar)  # it can be opened while it has a reader, but a write at an offset fails
+    reader = os.open(sidecar, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(StorageError, match=f"{sidecar}: Illegal seek"):
+        store.write_block(entry, descriptor, 0, bytes(BLOCK))
+    assert store.missing(entry, [0]) == [0]
+    os.close(reader)
+    os.close(descriptor)
     store.close()
 
 
