@@ -31,8 +31,8 @@ _ENTRY = re.compile(r"^\d+\. `([\w/]+\.py)`: (.+)$", re.M)
 _NBYTES = 9 << 20
 
 MAY_RUN = frozenset({"config.py", "runtime/maintenance.py"})
-"""Files on which the speed decides: twice a second a reader checks whether its node has changed, and heartbeats that ended,
-since no lock was taken for some time, begin again.
+"""Files that run only if enough time has passed since the last read. Twice a second a reader checks whether its node has
+changed. Heartbeats end when no lock was taken for some time, and then begin again with the next lock.
 """
 
 

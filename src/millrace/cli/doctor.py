@@ -128,6 +128,7 @@ def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
     import tempfile
 
     from millrace.cache.node import check_cache_dir
+    from millrace.store.space import bytes_of
 
     name = "cache directory"
     # A missing directory is created at its first use, below the nearest existing one.
@@ -153,8 +154,6 @@ def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
     except OSError as error:
         yield Check(name=name, state="failed", detail=f"{there}: {error.strerror}: choose another 'cache_dir'")
         return
-    from millrace.store.space import bytes_of
-
     disk = shutil.disk_usage(there)
     keep = bytes_of(options.min_free, disk.total)
     room = min(disk.free - keep, bytes_of(options.capacity, disk.total))

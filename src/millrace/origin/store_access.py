@@ -1,7 +1,8 @@
-"""Reads objects of an object store, and the common part of listing and writing: keys, clients, errors, descriptions.
+"""Reads objects of an object store, and the common part of listing and writing: names, clients, errors, descriptions.
 
 obstore has one client for each container (bucket), with its credentials. Inherited clients would hang
-(`obstore_library.py`), so a forked child creates its own.
+(`obstore_library.py`), so a forked child creates its own. Requests are methods of the client: a client and its methods are
+of the same image of the extension. In the main thread, Ctrl-C interrupts a request (`interruptible`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class PeriodicThread:
 
     def _create(self) -> None:
         self.due: dict[Task, float] = {}
-        """The tasks, and when each is called next, in monotonic seconds. Others may look whether a task is registered."""
+        """The tasks, and when each is called next, in monotonic seconds. Others may check whether a task is registered."""
         self._lock = threading.Lock()  # of the tasks and the thread
         self._running = threading.Lock()  # held while tasks run, so that `unregister` can wait for them
         self._thread: threading.Thread | None = None

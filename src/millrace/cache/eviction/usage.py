@@ -19,7 +19,7 @@ _MAX_PENDING = 1 << 18  # half a second of opens at the highest rate of one proc
 _MAX_UNITS = 1 << 18
 
 CHECKPOINT_FILES = (".millrace", ".distcp")
-"""The ends of the keys of checkpoint files, of Millrace and of torch's own writer. They are evicted first."""
+"""The suffixes of the keys of checkpoint files, of Millrace and of torch's own writer. Such files are evicted first."""
 
 FindGroup = Callable[[], str]
 """Returns the data set of an object. Called only when it is not known, so it may use the index."""
@@ -70,13 +70,13 @@ _MISSES = ("misses", "miss_bytes", "relayed", "relayed_bytes", "peer_reads", "pe
 
 
 class Read(NamedTuple):
-    """Bytes of an object that were read, but not as a whole from a map.
+    """Bytes of an object that were read: `times` reads with `nbytes` in total.
 
-    A `hit` was read from this disk. Other bytes were fetched: `peer_bytes` of them from other nodes. `kept`: they were
-    stored, with `copy` as bytes that another node owns. `served`: read or fetched for another node.
+    `hit`: the bytes were read from this disk. Otherwise they were fetched, `peer_bytes` of them from other nodes. `kept`:
+    they are stored on this disk. `copy`: another node owns them (None: unknown). `served`: the read was for another node.
 
-    Bytes that were counted before they were stored are noted as kept with 0 bytes, which is not another read.
-    The record of a small object that was not kept may be created for this note; its `place` is 0.
+    Bytes that were counted before they were stored are noted again as kept, with 0 bytes. That is not another read.
+    The `entry` of a small object that was not kept may be created for this note; its `place` is 0.
     """
 
     entry: Entry
@@ -93,9 +93,9 @@ class Read(NamedTuple):
 class UsageLog:
     """The uses of units by this process since the last `drain`. Thread-safe; no I/O.
 
-    `touched(record)` notes a read of a whole object from a map, `note(read)` any other read. Both take no lock.
-    `on_settled(uses, nbytes)` is called with the sums of the former, each counted once. Readers count the bytes of other
-    reads themselves.
+    `touched(record)` notes a read of a whole object from a map, and `note(read)` any other read. Neither takes a lock.
+    `on_settled(uses, nbytes)` is called with the sums of the reads from maps, each counted once. Readers count the bytes of
+    other reads themselves.
     Bounded: of more than 262,144 notes between two settlings the oldest are lost. At most as many units are recorded
     separately between two drains; uses of others are counted, but not returned.
     """

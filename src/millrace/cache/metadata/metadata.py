@@ -3,6 +3,9 @@
 A listing is stored in pages (`page_map.py`), each with the time of its request. Expired metadata is requested again
 by page: one request for a thousand keys, for a listing or for a single object, one at a time on a node. A key
 that no listing has named is requested alone. Figures and reasons: docs/design/0006-metadata.md.
+
+At the end are the two simple cases: requests without a cluster (`OriginMetadata`), and a node without a usable disk
+(`UncachedMetadata`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A *position* is a key as its origin sorts: by its bytes, as S3 does; or folder b
 do, where `/` sorts before every other character. The responses of the origin show which one it is.
 
 A write of this node is stored as a numbered change. A response from before the change is not used for that
-key.
+key. `Freshness` is the rule by which a response becomes stale.
 """
 
 from __future__ import annotations

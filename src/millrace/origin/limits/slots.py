@@ -3,8 +3,8 @@
 `NodeLimiter` makes requests wait. Its state is common to the processes: a `NodeState`, in a small mapped file.
 
 A slot is one request in flight. The process that has it holds a kernel lock (an open file description lock) on a byte of the
-file, so the slots of a killed process become free. The numbers are doubles. A read is one load without a lock; a change
-takes a lock between the processes.
+file, so the slots of a killed process become free. The rest of the state are doubles (`Number`). A read of one is one load
+without a lock; a change takes a lock between the processes.
 
 Layout of the file: one page of numbers after a line with the format and the boot of the machine; then a mark for each slot,
 one byte that is not 0 while the slot is taken; then a sign of life for each slot (see `runtime.locks`), which its process
