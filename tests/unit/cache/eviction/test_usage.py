@@ -1,7 +1,13 @@
 import threading
+from dataclasses import fields
 
-from millrace.cache.eviction.usage import AccessRecord, Read, UsageLog
+import pytest
+
+from millrace.cache.eviction.usage import AccessRecord, Read, Tally, UsageLog
 from millrace.store.records import Entry, segment_unit
+
+ENTRY = Entry(bytes(16), 1, 10, 4096, 1)
+COUNTS = [field.name for field in fields(Tally) if field.type == "int" and field.name not in ("nbytes", "segment")]
 
 
 def use(number: int, size: int = 10) -> AccessRecord:
@@ -30,6 +36,40 @@ def test_uses_are_added_up_by_object() -> None:
     assert log.drain() == []
     assert log.settle() == 0
     assert len(received) == 2
+
+
+@pytest.mark.parametrize(
+    ("read", "counts"),
+    [
+        (Read(ENTRY, 7, hit=True, kept=True), {"hits": 1, "hit_bytes": 7}),
+        (Read(ENTRY, 0, hit=True, kept=True), {"hits": 1}),
+        (Read(ENTRY, 20, hit=True, kept=True, times=2), {"hits": 2, "hit_bytes": 20}),
+        (
+            Read(ENTRY, 5, hit=True, kept=True, served=True),
+            {"hits": 1, "hit_bytes": 5, "served": 1, "served_bytes": 5},
+        ),
+        (Read(ENTRY, 3, hit=False, kept=False), {"misses": 1, "miss_bytes": 3}),
+        (Read(ENTRY, 0, hit=False, kept=True), {}),  # its bytes were counted before they were stored
+        (
+            Read(ENTRY, 6, hit=False, kept=False, peer_bytes=2),
+            {"misses": 1, "miss_bytes": 6, "peer_reads": 1, "peer_bytes": 2},
+        ),
+        (
+            Read(ENTRY, 4, hit=False, kept=False, served=True),
+            {"misses": 1, "miss_bytes": 4, "relayed": 1, "relayed_bytes": 4},
+        ),
+        (
+            Read(ENTRY, 4, hit=False, kept=False, served=True, peer_bytes=4),
+            {"misses": 1, "miss_bytes": 4, "relayed": 1, "relayed_bytes": 4},
+        ),
+    ],
+)
+def test_read_of_each_kind_is_counted_once(read: Read, counts: dict[str, int]) -> None:
+    log = UsageLog()
+    log.note(read)
+    (tally,) = log.drain()
+    assert {name: value for name in COUNTS if (value := getattr(tally, name))} == counts
+    assert tally.kept == read.kept
 
 
 def test_use_of_a_small_object_counts_for_its_segment_only_if_it_was_kept() -> None:
