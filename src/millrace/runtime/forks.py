@@ -148,24 +148,33 @@ def importing() -> Iterator[None]:
 
 
 def _before_fork() -> None:
+    _at_fork.held, _at_fork.values = False, []  # Ctrl-C may end the wait, and then the fork happens all the same
     _at_fork.held = _import_lock.acquire(timeout=_FORK_WAITS_SECONDS)
     # Before the fork: in the child, the hook of another library may drop an object first, as fsspec's drops file systems.
-    objects = [reference() for reference in _per_process.copy()]
-    _at_fork.values = [each._value for each in objects if each is not None]
+    _at_fork.values = _values_per_process()
 
 
 def _after_fork_in_parent() -> None:
     if _at_fork.held:
         _import_lock.release()
-    del _at_fork.values
+    _at_fork.values = []
 
 
 def _after_fork_in_child() -> None:
     global _import_lock, _depth
     _import_lock = threading.RLock()
     _depth += 1
+    _run_all([_keep_values, *_resets])
+
+
+def _keep_values() -> None:
     keep_inherited(_at_fork.values)
-    _run_all(_resets)
+    keep_inherited(_values_per_process())  # also of those that other threads created since
+
+
+def _values_per_process() -> list[Any]:
+    objects = [reference() for reference in _per_process.copy()]
+    return [each._value for each in objects if each is not None]
 
 
 def _run_all(resets: Iterable[Callable[[], None]]) -> None:

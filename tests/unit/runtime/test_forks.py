@@ -98,6 +98,61 @@ def test_per_process_value_dropped_by_another_hook_is_destroyed_in_no_child() ->
     assert done.stdout == "destroyed in the parent\n"
 
 
+_CREATED_DURING_A_FORK = """
+import os
+held = []
+os.register_at_fork(before=lambda: held.append(forks.PerProcess(lambda _: Client())))  # runs after Millrace's
+from millrace.runtime import forks
+
+class Client:
+    def __del__(self):
+        os.write(1, f"destroyed in {'the parent' if os.getpid() == parent else 'a child'}\\n".encode())
+
+parent = os.getpid()
+if (pid := os.fork()) == 0:
+    held.clear()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+held.clear()
+"""
+
+
+def test_per_process_value_created_while_a_fork_begins_is_not_destroyed_in_the_child() -> None:
+    command = [sys.executable, "-c", _CREATED_DURING_A_FORK]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "destroyed in the parent\n"
+
+
+_INTERRUPTS_THE_WAIT = """
+import os, signal, sys, threading, time
+from millrace.runtime import forks
+
+def is_waiting():
+    return sys._current_frames()[main].f_code is forks._before_fork.__code__
+
+def interrupt():
+    with forks.importing():
+        imports.set()
+        while not is_waiting():
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+        while is_waiting():
+            time.sleep(0.001)
+
+main, imports, resets = threading.get_ident(), threading.Event(), []
+forks.reset_in_child(lambda: resets.append(None))
+threading.Thread(target=interrupt).start()
+imports.wait()
+if (pid := os.fork()) == 0:
+    os._exit(0 if resets else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_resets_after_an_interrupted_wait_for_an_import_run() -> None:
+    """Python reports an exception in a hook, and forks all the same."""
+    subprocess.run([sys.executable, "-c", _INTERRUPTS_THE_WAIT], check=True, capture_output=True)
+
+
 _DROPS_A_FILE_SYSTEM = """
 import gc, os, weakref
 import fsspec
