@@ -1,7 +1,7 @@
 """Memory maps of files that are never written again, kept open for the next reader.
 
 A map takes 20 to 40 microseconds to create and no time to use again. So the maps of complete data files and of segments stay
-open, in a bounded number. A caller that keeps a map (see `hot.py`) keeps its `MapSlot`, not its memory. The map can then be
+open, in a bounded number. A caller that keeps a map (see `HotOpen`) keeps its `MapSlot`, not its memory. The map can then be
 closed at any time, for lack of slots or because its file was removed, and the space of a removed file is freed.
 """
 

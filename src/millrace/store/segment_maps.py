@@ -34,7 +34,7 @@ _SLICED_BYTES = 1 << _UNIT_SHIFT
 _MARKED_SEGMENTS = 2048  # at 16 KiB each
 _REMEMBERED_SEGMENTS = 1 << 16
 _REQUESTS_BEFORE_A_LOOK = 32
-_RESIDENT_SECONDS = 10.0  # as for `hot.py`: pages that were not used for longer may be out of memory
+_RESIDENT_SECONDS = 10.0  # as for `HotOpens`: pages that were not used for longer may be out of memory
 _WORTH_SEALING_BYTES = 4 << 20
 _WORTH_SEALING_PART = 8
 
