@@ -28,13 +28,16 @@ quietly() {
 }
 
 root=$PWD/.deps/debian
+mkdir -p "$root"
+exec 7>.deps/debian.lock
+flock 7 # two at once, as of `make test`: the second waits, since they use the same folders
 if [[ -f $root/.names ]] && ! grep -v -x -F -f "$root/.names" <(printf '%s\n' "$@") >/dev/null; then
   echo "$root"
   exit 0
 fi
 state=$PWD/.deps/apt
 trap 'rm -rf "$state"' EXIT
-mkdir -p "$root" "$state/lists/partial" "$state/archives/partial"
+mkdir -p "$state/lists/partial" "$state/archives/partial"
 options+=(
   -o "Dir::State::lists=$state/lists" -o "Dir::Cache=$state" -o "Dir::Cache::archives=$state/archives"
   -o Debug::NoLocking=true -o "APT::Sandbox::User=$(id -un)" # Debian's user for downloads may not enter the clone
