@@ -1,14 +1,8 @@
 #!/usr/bin/env bash
 # Runs every test and prints how many were not run because root, etcd or Azurite is missing. Arguments go to pytest.
-# `make test` and `make test-all` call it.
+# `make test` and `make test-all` call it, after they have installed what the tests need.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-
-# `make` has installed both already, next to its checks.
-tools/azurite.sh &
-azurite=$!
-tools/test-packages.sh
-wait "$azurite" || echo "test: there is no Azurite" >&2
 
 # Tests and the servers that they start leave nothing behind. Not in the clone: Unix sockets of Ray lie below it, and their
 # paths must be short.
