@@ -542,9 +542,8 @@ def test_rate_of_two_limiters_is_shared(path: Path, monkeypatch: pytest.MonkeyPa
         return start, booked
 
     monkeypatch.setattr(slots_module, "next_start", noted)
-    monkeypatch.setattr(
-        slots_module, "SILENCE_SECONDS", DEADLINE
-    )  # a delayed thread is not taken for a stopped process
+    # A delayed thread is not taken for a stopped process.
+    monkeypatch.setattr(slots_module, "SILENCE_SECONDS", DEADLINE)
     limiters = [make(path, most=64, per_second=50.0) for _ in range(2)]
 
     def work(limiter: NodeLimiter) -> None:
