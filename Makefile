@@ -1,5 +1,5 @@
 # `make demo`, `make test`, `make test-all`, `make check`, `make docs`, `make bench` work from a clean clone: each first makes .venv, which needs only
-# Python 3.11 and a network. Everything that they make lies in the clone; `make clean` removes it.
+# Python 3.11 and a network. Everything that they make is in the clone; `make clean` removes it.
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-wheel check check-and-install docs lint types packages azurite bench clean venv
 
