@@ -285,7 +285,7 @@ class Disk:
         self.segment_maps = SegmentMaps(self.segments.directory, self.maps, self.segment_sealer.get)
         self.usage = UsageLog(self._count_opens)
         self.records = UsageRecords(self.store.index, _POLICY)
-        self.copies = Copies(self.store.index, self.records)  # the cluster sets how to recognise them
+        self.copies = Copies(self.store.index, self.records)
         self.evictor = Evictor(
             self.store,
             self.rules.current,

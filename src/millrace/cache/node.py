@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from millrace.cache.counters import NAMES, wait_until_settled
 from millrace.cache.disk import Disk
+from millrace.cache.eviction.copies import StillACopy
 from millrace.cache.eviction.retention import NO_RULES
 from millrace.cache.eviction.usage import CHECKPOINT_FILES, AccessRecord, group_of
 from millrace.cache.metadata.metadata import ORIGIN_METADATA, MetadataCache, UncachedMetadata
@@ -84,6 +85,7 @@ class CacheNode:
         """Makes the sources of missing blocks: the origin, or in a cluster its members."""
         self.metadata_source = metadata_source
         """Where metadata that is not cached or stale is requested."""
+        self._still_a_copy: StillACopy | None = None
         self._reopen: Callable[[], CacheNode] = lambda: cache_node(options)
         self.closed = False
         self._failure: StorageError | None = None
@@ -137,6 +139,7 @@ class CacheNode:
         self._weights, self._disks = self._weights_of(disks), disks
         self._metadata, self._metadata_disk = self._remember_on_one_disk()
         for disk in disks:
+            disk.copies.still_a_copy = self._still_a_copy
             emit(Event(name="cache.disk.opened", subject=str(disk.store.directory)))
         return True
 
@@ -177,13 +180,18 @@ class CacheNode:
         *,
         source: MakeSource,
         metadata_source: MetadataSource = ORIGIN_METADATA,
+        still_a_copy: StillACopy | None = None,
         reopen: Callable[[], CacheNode] | None = None,
     ) -> None:
         """Fetch missing blocks and request metadata through these from now on: when a process joins or leaves a cluster.
 
-        `reopen` returns this node in a forked child. Readers that are open keep their source.
+        Its disks recognise copies by `still_a_copy`. `reopen` returns this node in a forked child. Readers that are open
+        keep their source.
         """
         self.source, self.metadata_source = source, metadata_source
+        self._still_a_copy = still_a_copy
+        for disk in self.open_disks:
+            disk.copies.still_a_copy = still_a_copy
         if reopen is not None:
             self._reopen = reopen
 

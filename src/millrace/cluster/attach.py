@@ -215,9 +215,13 @@ class _Attachment:
             source = ClusterSources(cluster)
             metadata_source = ClusterListings(cluster, self.options.max_age_seconds)
             views = link.views if isinstance(link.views, FolderViews) else None
-            cluster.distinguish_copies(node)
             self._starting = None
-        node.connect(source=source, metadata_source=metadata_source, reopen=lambda: Attached(self.options).node)
+        node.connect(
+            source=source,
+            metadata_source=metadata_source,
+            still_a_copy=None if cluster is None else cluster.still_a_copy,
+            reopen=lambda: Attached(self.options).node,
+        )
         self._link, self._cluster, self.views, self.node = link, cluster, views, node
         self._next_alive = time.monotonic() + _ALIVE_SECONDS
         self._plan()
@@ -290,8 +294,7 @@ class _Attachment:
         Also opens the disks that could not be opened next to a stopped process.
         """
         try:
-            if self.node.open_again() and self._cluster is not None:
-                self._cluster.distinguish_copies(self.node)
+            self.node.open_again()
         except (MillraceError, OSError) as error:  # such as a directory that has other content now
             _log.warning("the cache of this process cannot be opened: %s", error)
         limited = self._limited(self._link)

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from millrace.cache.node import CacheNode
+from millrace.cache.eviction.copies import StillACopy
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.handover import Handover
@@ -129,18 +129,14 @@ class Cluster:
                 member.address,
             )
 
-    def distinguish_copies(self, node: CacheNode) -> None:
-        """Make the disks of `node` evict first the data that other members hold by the newest view.
+    @property
+    def still_a_copy(self) -> StillACopy | None:
+        """Whether other members hold all of an object by the newest view: this node evicts it first.
 
-        A client owns nothing; on its disks all data competes as in a single node.
+        None for a client, which owns nothing: on its disks all data competes as in a single node.
         """
         me = self.link.member_id
-
-        def still_a_copy(object_id: bytes, size: int) -> bool:
-            return me is not None and not self.placement().stripes_of(me, object_id, size)
-
-        for disk in node.open_disks:
-            disk.copies.still_a_copy = None if me is None else still_a_copy
+        return None if me is None else lambda object_id, size: not self.placement().stripes_of(me, object_id, size)
 
     def close(self) -> None:
         """Close all connections; later reads open new ones."""

@@ -78,7 +78,7 @@ class MoveReport:
 class Mover:
     """Copies blocks to the disks of one node. Thread-safe; not usable after a fork.
 
-    `bytes_per_second` limits all concurrent moves together. The node's disks distinguish copies from the first move on.
+    `bytes_per_second` limits all concurrent moves together.
     """
 
     def __init__(
@@ -94,7 +94,6 @@ class Mover:
         self.parallel = parallel
         self.rate = Rate(bytes_per_second)
         self.stopped = threading.Event()
-        cluster.distinguish_copies(node)
 
     def fill(self, me: str) -> MoveReport:
         """Copy the future share of `me`, which is joining, from the members that have it."""

@@ -165,7 +165,7 @@ class NodeProcess:
         self._cluster = Cluster(link, breakers=Breakers(path, start_seconds=_START_SECONDS, name_of=link.address_of))
         opened.callback(self._cluster.close)
         self.drains = DrainCoordinator(self._cluster, me=self.member_id)
-        self._node.connect(source=ClusterSources(self._cluster, serving=True))
+        self._node.connect(source=ClusterSources(self._cluster, serving=True), still_a_copy=self._cluster.still_a_copy)
         # Loads list through the metadata owner. The server's own node reads the origin on behalf of the others.
         listings = ClusterListings(self._cluster, options.max_age_seconds)
         loading = CacheNode(options, source=ClusterSources(self._cluster, serving=True), metadata_source=listings)

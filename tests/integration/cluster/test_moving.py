@@ -73,8 +73,9 @@ class Node:
         link = NodeLink(views=views, folder="local", member_id=name, token=TOKEN, replicas=replicas)
         self.cluster = Cluster(link, breakers=Breakers(None))
         self.store, self.reader = CacheNode(options), CacheNode(options)
-        self.store.connect(source=ClusterSources(self.cluster, serving=True))
-        self.reader.connect(source=ClusterSources(self.cluster))
+        still_a_copy = self.cluster.still_a_copy
+        self.store.connect(source=ClusterSources(self.cluster, serving=True), still_a_copy=still_a_copy)
+        self.reader.connect(source=ClusterSources(self.cluster), still_a_copy=still_a_copy)
         service = BlockService(self.store, self.cluster, Origins([origin], environment=False))
         self.server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
         Inventory(self.store, replicas=replicas).add_routes(self.server)

@@ -79,10 +79,8 @@ def make_node(tmp_path: Path) -> MakePlacedNode:
         node = cache_node(
             resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={})
         )
-        node.connect(source=placed.source)
-        disk = node.open_disks[0]
-        disk.held = HeldBlocks(0)
-        disk.copies.still_a_copy = placed.still_a_copy
+        node.connect(source=placed.source, still_a_copy=placed.still_a_copy)
+        node.open_disks[0].held = HeldBlocks(0)
         return node
 
     return make
@@ -195,7 +193,7 @@ def test_hot_copy_competes_like_an_owned_unit(make_node: MakePlacedNode) -> None
 def test_node_without_cluster_has_no_copies(make_node: MakePlacedNode, size: int) -> None:
     origin = ComputedOrigin(objects(8, "own", size) | objects(2, "copied", size) | objects(6, "new", size))
     node = make_node(Placed(origin, "copied"), capacity=10 * size + 20_000)
-    node.open_disks[0].copies.still_a_copy = None
+    node.connect(source=node.source)
     read(node, origin, *objects(8, "own"), *objects(2, "copied"), *objects(6, "new"))
     assert node.open_disks[0].mark_copies() == 0
     assert here(node, "own", "copied", "new") == [8, 2, 0]
@@ -205,7 +203,7 @@ def test_client_that_owns_nothing_has_no_copies(make_node: MakePlacedNode) -> No
     old, new = objects(12, "old"), objects(12, "new", folder="elsewhere")
     origin = ComputedOrigin(old | new)
     node = make_node(Placed(origin, "old", "new"), capacity=10 * SIZE)
-    node.open_disks[0].copies.still_a_copy = None  # as a client of a cluster has it
+    node.connect(source=node.source, still_a_copy=None)  # as a client of a cluster has it
     read(node, origin, *old)
     for _ in range(12):  # with so few residents, draws may be unlucky for some epochs
         read(node, origin, *new)
