@@ -10,6 +10,7 @@ import ctypes
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -71,7 +72,12 @@ class IndexVersion(NamedTuple):
 
 
 class CacheNode:
-    """The cache of this node, as one process sees it. Thread-safe. Get it by `cache_node`, never directly."""
+    """The cache of this node, as one process sees it. Thread-safe. Get it by `cache_node` or `open_node`.
+
+    `source` makes the sources of missing blocks: the origin, or in a cluster its members. Metadata that is not cached or
+    stale is requested from `metadata_source`. The disks recognise copies by `still_a_copy` of the node that was opened
+    last. `reopen` returns this node in a forked child; the default is `cache_node`.
+    """
 
     def __init__(
         self,
@@ -79,19 +85,20 @@ class CacheNode:
         *,
         source: MakeSource = DirectSource,
         metadata_source: MetadataSource = ORIGIN_METADATA,
+        still_a_copy: StillACopy | None = None,
+        reopen: Callable[[], CacheNode] | None = None,
     ) -> None:
         self.options = options
         self.source = source
-        """Makes the sources of missing blocks: the origin, or in a cluster its members."""
         self.metadata_source = metadata_source
-        """Where metadata that is not cached or stale is requested."""
-        self._still_a_copy: StillACopy | None = None
-        self._reopen: Callable[[], CacheNode] = lambda: cache_node(options)
+        self._still_a_copy = still_a_copy
+        self._reopen: Callable[[], CacheNode] = reopen or (lambda: cache_node(options))
         self.closed = False
         self._failure: StorageError | None = None
         self._reported: dict[Path, str] = {}
         self._next_attempt, self._pause = math.inf, _FIRST_PAUSE_SECONDS
         limit_arenas()
+        _process.opened.add(self)
         self._disks = self._open_disks()
         self._threads = Pools(
             demand=Pool(_FETCH_THREADS, "millrace-fetch"),
@@ -117,6 +124,8 @@ class CacheNode:
                     emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
                 self._failure = error
                 is_stopped = is_stopped or isinstance(error, StoppedHolderError)
+        for disk in disks:
+            disk.copies.still_a_copy = self._still_a_copy
         if is_stopped and not disks:
             self._next_attempt = time.monotonic() + self._pause
         known = [disk for disk in disks if disk.rules.exists()]
@@ -139,7 +148,6 @@ class CacheNode:
         self._weights, self._disks = self._weights_of(disks), disks
         self._metadata, self._metadata_disk = self._remember_on_one_disk()
         for disk in disks:
-            disk.copies.still_a_copy = self._still_a_copy
             emit(Event(name="cache.disk.opened", subject=str(disk.store.directory)))
         return True
 
@@ -160,40 +168,12 @@ class CacheNode:
     def _capacity_of(self, disk: Disk) -> int:
         return max(1, disk.store.space.size_of(self.options.capacity))
 
-    def apply_limits(self) -> None:
-        """Apply the limits of this node's options to its disks again: another node of this process may have changed them."""
-        for disk in self.open_disks:
-            try:
-                disk.limit(self.options)
-            except StorageError as error:
-                disk.report(error)
-
     def unusable(self) -> StorageError:
         """The error of a call that needs a disk, when none can be used."""
         if isinstance(self._failure, DiskFullError):
             return DiskFullError(self._failure.message, next_step=self._failure.next_step)
         why = f" ({self._failure.message})" if self._failure is not None else ""
         return StorageError(f"no cache directory can be used{why}", next_step="run 'millrace doctor'")
-
-    def connect(
-        self,
-        *,
-        source: MakeSource,
-        metadata_source: MetadataSource = ORIGIN_METADATA,
-        still_a_copy: StillACopy | None = None,
-        reopen: Callable[[], CacheNode] | None = None,
-    ) -> None:
-        """Fetch missing blocks and request metadata through these from now on: when a process joins or leaves a cluster.
-
-        Its disks recognise copies by `still_a_copy`. `reopen` returns this node in a forked child. Readers that are open
-        keep their source.
-        """
-        self.source, self.metadata_source = source, metadata_source
-        self._still_a_copy = still_a_copy
-        for disk in self.open_disks:
-            disk.copies.still_a_copy = still_a_copy
-        if reopen is not None:
-            self._reopen = reopen
 
     @property
     def metadata(self) -> MetadataCache | UncachedMetadata:
@@ -206,7 +186,7 @@ class CacheNode:
         # The same disk in all processes, also if their options name the directories in another order.
         disk = min(self.open_disks, key=lambda each: each.store.directory, default=None)
         if disk is None:
-            return UncachedMetadata(lambda: self.metadata_source), None
+            return UncachedMetadata(self.metadata_source), None
         return self._remember_on(disk, self.options.max_age_seconds), disk
 
     def _remember_on(self, disk: Disk, max_age_seconds: float, since: float = -math.inf) -> MetadataCache:
@@ -217,7 +197,7 @@ class CacheNode:
             since=since,
             on_changed=self.discard,
             report=disk.report,
-            source=lambda: self.metadata_source,
+            source=self.metadata_source,
             ahead=self._threads.ahead,
         )
 
@@ -456,6 +436,7 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.nodes: dict[CacheOptions, CacheNode] = {}
+        self.opened: weakref.WeakSet[CacheNode] = weakref.WeakSet()
         self.disks: dict[Path, Disk] = {}
         self.unopened: set[Path] = set()  # directories that could not be opened at the first attempt
 
@@ -471,6 +452,26 @@ def cache_node(options: CacheOptions) -> CacheNode:
             node = _process.nodes.get(options)
             if node is None:
                 node = _process.nodes[options] = CacheNode(options)
+    return node
+
+
+def open_node(
+    options: CacheOptions,
+    *,
+    source: MakeSource,
+    metadata_source: MetadataSource,
+    still_a_copy: StillACopy | None,
+    reopen: Callable[[], CacheNode],
+) -> CacheNode:
+    """The cache of this process for `options` from now on, when a process joins or leaves a cluster. See `CacheNode`.
+
+    Applies the limits of `options` to its disks again: another node of this process may have changed them. Readers that are
+    open keep the node that opened them.
+    """
+    with _process.lock:
+        node = _process.nodes[options] = CacheNode(
+            options, source=source, metadata_source=metadata_source, still_a_copy=still_a_copy, reopen=reopen
+        )
     return node
 
 
@@ -511,7 +512,7 @@ def check_cache_dir(cache_dir: Path) -> None:
 def close_nodes() -> None:
     """Close every cache of this process; the next use opens them again. For tests."""
     with _process.lock:
-        for node in _process.nodes.values():
+        for node in _process.opened:
             node.close()
         for disk in _process.disks.values():
             disk.close()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cache.metadata.metadata import ORIGIN_METADATA
 from millrace.cache.metadata.sources import MetadataSource
-from millrace.cache.node import CacheNode, cache_node, store_directory
+from millrace.cache.node import CacheNode, open_node, store_directory
 from millrace.cache.reading.fetching import DirectSource, MakeSource
 from millrace.cluster.node_starter import node_starter
 from millrace.config import BY_RAY, CacheOptions, is_in_ray
@@ -199,8 +199,6 @@ class _Attachment:
 
     def _use(self, link: NodeLink | None) -> None:
         """Read through `link` from now on."""
-        node = cache_node(self._limited(link))
-        node.apply_limits()
         source: MakeSource = DirectSource
         metadata_source: MetadataSource = ORIGIN_METADATA
         cluster: Cluster | None = None
@@ -215,14 +213,15 @@ class _Attachment:
             source = ClusterSources(cluster)
             metadata_source = ClusterListings(cluster, self.options.max_age_seconds)
             views = link.views if isinstance(link.views, FolderViews) else None
-            self._starting = None
-        node.connect(
+        node = open_node(
+            self._limited(link),
             source=source,
             metadata_source=metadata_source,
             still_a_copy=None if cluster is None else cluster.still_a_copy,
             reopen=lambda: Attached(self.options).node,
         )
         self._link, self._cluster, self.views, self.node = link, cluster, views, node
+        self._starting = self._starting if link is None else None
         self._next_alive = time.monotonic() + _ALIVE_SECONDS
         self._plan()
 
@@ -398,7 +397,7 @@ class _Attachment:
         with self._lock:
             if self.process is _process:  # not after `close_all`
                 cluster = None if link is None else self.process.links().cluster(self.options, link)
-                if cluster is None or cluster is not self._cluster:
+                if cluster is not self._cluster:
                     self._use(link)
         if link is not None and self._not_introduced:  # `introduce` was called meanwhile
             self._search()

@@ -196,7 +196,6 @@ class _Load:
         share: Share,
     ) -> None:
         self._fs = fs
-        self._node = fs.node
         self._urls = urls
         self._verify = verify
         self._report = progress
@@ -283,7 +282,7 @@ class _Load:
         if scheduler.is_closed:
             return
         spans = spans or self._share(info)
-        fill = Fill(self._node, self._fs.origin, info, verify=self._verify, spans=spans)
+        fill = Fill(self._fs.node, self._fs.origin, info, verify=self._verify, spans=spans)
         loaded = _LoadedObject(fill, spans=spans, is_retry=is_retry, full=self._full)
         try:
             with self._lock:

@@ -113,7 +113,6 @@ class Prefetch:
             raise UsageError("paths is one path", next_step="give the list of paths in the order of reading")
         self._fs = fs
         self._origin = fs.origin
-        self._node = fs.node
         self._paths = iter(paths)
         self._window = amount.nbytes
         self._on_error = on_error
@@ -303,7 +302,7 @@ class Prefetch:
         try:
             # A piece that is larger than the window would never be fetched.
             piece_blocks = min(PIECE_BLOCKS, self._window // BLOCK_BYTES)
-            fill = Fill(self._node, self._origin, info, piece_blocks=piece_blocks)
+            fill = Fill(self._fs.node, self._origin, info, piece_blocks=piece_blocks)
         except MillraceError as error:
             self._report(path, error)
             return True

@@ -146,10 +146,6 @@ class NodeProcess:
         self._folder = NodeFolder.claim(options, tag=self._tag)
         opened.callback(self._folder.close)
         options = replace(options, members="none", folder=self._folder.name)
-        self._node = CacheNode(options)
-        opened.callback(self._node.close)
-        if not self._node.open_disks:
-            raise self._node.unusable()
         self._membership = self._given_membership or open_membership(self._options.members)
         opened.callback(self._membership.close)
         self.member_id = address_text(self._host, self._port) if self._is_static else self._folder.member_id
@@ -164,11 +160,15 @@ class NodeProcess:
         path = self._folder.breakers_path
         self._cluster = Cluster(link, breakers=Breakers(path, start_seconds=_START_SECONDS, name_of=link.address_of))
         opened.callback(self._cluster.close)
+        sources, still_a_copy = ClusterSources(self._cluster, serving=True), self._cluster.still_a_copy
+        self._node = CacheNode(options, source=sources, still_a_copy=still_a_copy)
+        opened.callback(self._node.close)
+        if not self._node.open_disks:
+            raise self._node.unusable()
         self.drains = DrainCoordinator(self._cluster, me=self.member_id)
-        self._node.connect(source=ClusterSources(self._cluster, serving=True), still_a_copy=self._cluster.still_a_copy)
         # Loads list through the metadata owner. The server's own node reads the origin on behalf of the others.
         listings = ClusterListings(self._cluster, options.max_age_seconds)
-        loading = CacheNode(options, source=ClusterSources(self._cluster, serving=True), metadata_source=listings)
+        loading = CacheNode(options, source=sources, metadata_source=listings, still_a_copy=still_a_copy)
         opened.callback(loading.close)
         # They end after the server, so that their clients count this node as lost, and not its share as loaded or failed.
         self.jobs = LoadJobs(loading, self._origins.find, member_id=self.member_id)

@@ -16,9 +16,9 @@ import pytest
 from tests.support.origins import MemoryOrigin
 from tests.support.planes import Views
 
-from millrace.cache.metadata.metadata import MetadataCache, UncachedMetadata
+from millrace.cache.metadata.metadata import ORIGIN_METADATA, MetadataCache, UncachedMetadata
 from millrace.cache.metadata.page_map import PageMap
-from millrace.cache.node import CacheNode, cache_node
+from millrace.cache.node import CacheNode
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.server import Call, PlaneServer
@@ -26,6 +26,7 @@ from millrace.cluster.invalidation import Invalidations, batches
 from millrace.cluster.listings import ClusterListings, MetadataOwner, metadata_id
 from millrace.cluster.membership import Member, MemberState, NodeLink, View
 from millrace.cluster.origins import Origins
+from millrace.cluster.placement import Placement
 from millrace.cluster.serving import BlockService
 from millrace.config import SILENCE_SECONDS, resolve
 from millrace.errors import ObjectNotFoundError, PeerRefusedError
@@ -49,8 +50,9 @@ class Node:
     cluster: Cluster
 
 
-MakeNodes = Callable[[int, str], list[Node]]
-"""So many nodes, with this `consistency`."""
+MakeNodes = Callable[..., list[Node]]
+"""So many nodes, with this `consistency`. Their readers request metadata from its owner. With `servers_ask_owner` the
+servers' own caches do so as well, except that of the owner of bucket `b`."""
 
 
 @pytest.fixture
@@ -62,29 +64,34 @@ def origin() -> MemoryOrigin:
 def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
     made: list[Node] = []
 
-    def make(count: int, consistency: str) -> list[Node]:
+    def make(count: int, consistency: str, *, servers_ask_owner: bool = False) -> list[Node]:
         views = Views()
+        ids = View.of(Member(id=f"node-{number}", address="") for number in range(count))
+        owner = Placement(ids).order(metadata_id("memory", "b"))[0].id
         for number in range(count):
-
-            def node(name: str, number: int = number) -> CacheNode:
-                arguments = {
-                    "cache_dir": tmp_path / f"{number}-{name}", "min_free": 0, "consistency": consistency, "members": "none",
-                }  # fmt: skip
-                return cache_node(resolve(arguments, environ={"HOME": str(tmp_path)}, file={}))
-
-            origins = Origins()
-            origins.register(origin)
-            serving, reading = node("serving"), node("reading")
             member_id = f"node-{number}"
             link = NodeLink(views=views, folder="local", member_id=member_id, token=TOKEN)
             cluster = Cluster(link, breakers=Breakers(None))
+
+            def node(name: str, *, asks_owner: bool, number: int = number, cluster: Cluster = cluster) -> CacheNode:
+                arguments = {
+                    "cache_dir": tmp_path / f"{number}-{name}", "min_free": 0, "consistency": consistency, "members": "none",
+                }  # fmt: skip
+                options = resolve(arguments, environ={"HOME": str(tmp_path)}, file={})
+                listings = ClusterListings(cluster, options.max_age_seconds)
+                return CacheNode(options, metadata_source=listings if asks_owner else ORIGIN_METADATA)
+
+            origins = Origins()
+            origins.register(origin)
+            serving, reading = (
+                node("serving", asks_owner=servers_ask_owner and member_id != owner),
+                node("reading", asks_owner=True),
+            )
             service = BlockService(serving, cluster, origins)
             server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
             MetadataOwner(serving, origins, Invalidations(cluster)).add_routes(server)
             server.route("GET", "/v1/view", lambda _, cluster=cluster: cluster.link.views.view().to_json())  # type: ignore[misc]
             server.start()
-            listings = ClusterListings(cluster, reading.options.max_age_seconds)
-            reading.connect(source=reading.source, metadata_source=listings)
             made.append(Node(Member(id=member_id, address=server.address), serving, reading, server, cluster))
         views.now = View.of(node.member for node in made)
         return made
@@ -94,6 +101,8 @@ def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
         node.cluster.link.views.now = View.of([])  # type: ignore[attr-defined]  # nothing is sent to it later
         node.cluster.close()
         node.server.close()
+        node.serving.close()
+        node.reading.close()
 
 
 def names(node: Node, origin: MemoryOrigin, prefix: str) -> list[str]:
@@ -443,9 +452,9 @@ def test_write_with_consistency_always_invalidates_the_others(make_nodes: MakeNo
             max_age_seconds=0.0,
             on_changed=lambda *_: None,
             report=lambda _: None,
-            source=lambda: always,
+            source=always,
         ),
-        UncachedMetadata(lambda: always),
+        UncachedMetadata(always),
     ):
         for node in nodes[1:]:
             node.serving.metadata.stat(origin, "b/one")
@@ -517,13 +526,12 @@ def test_write_by_a_writer_that_does_not_know_the_new_owner_yet_is_seen(
 ) -> None:
     """A reader that is invalidated before the owner that only it knows receives the old metadata once more."""
     origin.put("b/one", b"1")
-    nodes = make_nodes(3, "immutable")
+    nodes = make_nodes(3, "immutable", servers_ask_owner=True)
     owner, writer, reader = in_order(nodes)
     state = MemberState.JOINING
     _change_view(
         writer, lambda members: [replace(each, state=state) if each == owner.member else each for each in members]
     )
-    reader.serving.connect(source=reader.serving.source, metadata_source=reader.reading.metadata_source)
     reader.server.route("POST", "/v1/forget", _forgets(reader, origin))
     forget, received = _forgets(owner, origin), list[int]()
 
@@ -554,11 +562,9 @@ def test_invalidated_member_never_receives_old_metadata_from_an_owner(
 ) -> None:
     """Readers read continuously while one node writes: each sees every write after it returns."""
     origin.put("b/one", b"")
-    nodes = make_nodes(4, "1h")
+    nodes = make_nodes(4, "1h", servers_ask_owner=True)
     writer, *readers = in_order(nodes)
-    # Usually a node's reader shares the metadata of its server; here they have separate caches.
-    for node in readers:
-        node.serving.connect(source=node.serving.source, metadata_source=node.reading.metadata_source)
+    for node in readers:  # usually a node's reader shares the metadata of its server; here they have separate caches
         node.server.route("POST", "/v1/forget", _forgets(node, origin))
     stop = threading.Event()
 

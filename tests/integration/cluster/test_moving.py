@@ -72,10 +72,14 @@ class Node:
         )
         link = NodeLink(views=views, folder="local", member_id=name, token=TOKEN, replicas=replicas)
         self.cluster = Cluster(link, breakers=Breakers(None))
-        self.store, self.reader = CacheNode(options), CacheNode(options)
-        still_a_copy = self.cluster.still_a_copy
-        self.store.connect(source=ClusterSources(self.cluster, serving=True), still_a_copy=still_a_copy)
-        self.reader.connect(source=ClusterSources(self.cluster), still_a_copy=still_a_copy)
+        self.store, self.reader = (
+            CacheNode(
+                options,
+                source=ClusterSources(self.cluster, serving=serving),
+                still_a_copy=self.cluster.still_a_copy,
+            )
+            for serving in (True, False)
+        )
         service = BlockService(self.store, self.cluster, Origins([origin], environment=False))
         self.server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
         Inventory(self.store, replicas=replicas).add_routes(self.server)

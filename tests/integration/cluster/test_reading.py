@@ -56,10 +56,8 @@ class Node:
         self.serving_cluster = Cluster(
             link, breakers=Breakers(directory.with_suffix(".breakers"), name_of=link.address_of)
         )
-        self.serving = CacheNode(self.options)
-        self.serving.connect(source=ClusterSources(self.serving_cluster, serving=True))
-        self.reading = CacheNode(self.options)
-        self.reading.connect(source=ClusterSources(self.cluster))
+        self.serving = CacheNode(self.options, source=ClusterSources(self.serving_cluster, serving=True))
+        self.reading = CacheNode(self.options, source=ClusterSources(self.cluster))
         origins = Origins([nodes.origin] if nodes.has_access(number) else [], environment=False)
         service = BlockService(self.serving, self.serving_cluster, origins)
         self.server = PlaneServer(service, host="127.0.0.1", token=TOKEN)

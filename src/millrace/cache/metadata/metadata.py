@@ -68,7 +68,7 @@ class MetadataCache:
         on_changed: Callable[[Origin, ObjectInfo], None],
         report: Callable[[StorageError], None],
         clock: Callable[[], float] = time.time,
-        source: Callable[[], MetadataSource] = lambda: ORIGIN_METADATA,
+        source: MetadataSource | None = None,
         ahead: Executor | None = None,
     ) -> None:
         self._map = pages
@@ -77,7 +77,7 @@ class MetadataCache:
         self._on_changed = on_changed
         self._report_disk = report
         self._clock = clock
-        self._source = source
+        self._source = source or ORIGIN_METADATA
         self._ahead = ahead
 
     # --- objects ----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class MetadataCache:
         try:
             self._change(origin, keys)
         finally:
-            doubtful = self._source().changed(origin, keys)  # also after a disk error: other nodes must drop it
+            doubtful = self._source.changed(origin, keys)  # also after a disk error: other nodes must drop it
         if doubtful:
             # Other processes of this node may have received an older response from a node that had not dropped it yet.
             self._change(origin, keys)
@@ -188,7 +188,7 @@ class MetadataCache:
     def _stat_alone(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
         moment = self._moment(origin)
         try:
-            info, age = self._source().head(origin, key)
+            info, age = self._source.head(origin, key)
         except FileNotFoundError:
             if self._tolerantly(lambda: self._map.is_remembered(origin.identity, key), False):
                 self.drop_outdated(origin, key)
@@ -426,7 +426,7 @@ class MetadataCache:
         if after != end or (not found and (stream is None or stream.root != prefix)):
             # An order that cannot be stored; or an empty result, which is never cached: it may change at any time. Nor is
             # one of a parent's listing used: the parent's first page may not show yet that it lists folder by folder.
-            for page, _ in self._source().list_pages(origin, prefix, after=after if after != end else ""):
+            for page, _ in self._source.list_pages(origin, prefix, after=after if after != end else ""):
                 yield ListingPart(page.objects, end, page.is_directory)
 
     def _fresh_page(self, freshness: Freshness, space: Space, prefix: str, after: str) -> ListingPart | None:
@@ -519,7 +519,7 @@ class MetadataCache:
     def _request_level(self, origin: Origin, prefix: str) -> Listing:
         base = base_of(prefix)
         moment = self._moment(origin)
-        listing, age = self._source().list_level(origin, prefix)
+        listing, age = self._source.list_level(origin, prefix)
         moment = moment.earlier(age)
         space = self._space(origin)
         level = level_space(origin.identity, base)
@@ -558,7 +558,7 @@ class MetadataCache:
             space = self._space(origin)
             return self._tolerantly(lambda: self._map.listed(space, key) or self._map.listed(space, f"{key}/"), None)
 
-        return ListingStream(self._source(), origin, root, self._key_before(origin, root, start), settled)
+        return ListingStream(self._source, origin, root, self._key_before(origin, root, start), settled)
 
     def _key_before(self, origin: Origin, root: str, start: str) -> str:
         """Where to begin a listing of `root` that must contain the keys after `start`.
@@ -652,7 +652,7 @@ class UncachedMetadata:
     Writes through it still invalidate the metadata that other nodes have cached.
     """
 
-    def __init__(self, source: Callable[[], MetadataSource] = lambda: ORIGIN_METADATA) -> None:
+    def __init__(self, source: MetadataSource = ORIGIN_METADATA) -> None:
         self._source = source
 
     def known(self, origin: Origin, key: str) -> ObjectInfo | None:
@@ -665,7 +665,7 @@ class UncachedMetadata:
         return origin.head(key), 0.0
 
     def invalidate(self, origin: Origin, *keys: str) -> None:
-        self._source().changed(origin, keys)
+        self._source.changed(origin, keys)
 
     def drop_outdated(self, origin: Origin, key: str) -> None:
         self.invalidate(origin, key)

@@ -17,7 +17,7 @@ from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.policy import Group
 from millrace.cache.eviction.usage import Read, UsageLog
 from millrace.cache.eviction.usage_records import UsageRecords, group_number
-from millrace.cache.node import CacheNode, cache_node
+from millrace.cache.node import CacheNode
 from millrace.cache.reading.fetching import DirectSource, Fetched
 from millrace.config import Amount, resolve
 from millrace.origin import ObjectInfo, Origin
@@ -75,11 +75,12 @@ MakePlacedNode = Callable[..., CacheNode]
 
 @pytest.fixture
 def make_node(tmp_path: Path) -> MakePlacedNode:
-    def make(placed: Placed, **options: object) -> CacheNode:
-        node = cache_node(
-            resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={})
+    def make(placed: Placed, *, in_cluster: bool = True, **options: object) -> CacheNode:
+        node = CacheNode(
+            resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={}),
+            source=placed.source,
+            still_a_copy=placed.still_a_copy if in_cluster else None,
         )
-        node.connect(source=placed.source, still_a_copy=placed.still_a_copy)
         node.open_disks[0].held = HeldBlocks(0)
         return node
 
@@ -192,8 +193,7 @@ def test_hot_copy_competes_like_an_owned_unit(make_node: MakePlacedNode) -> None
 @pytest.mark.parametrize("size", [SIZE, SMALL])
 def test_node_without_cluster_has_no_copies(make_node: MakePlacedNode, size: int) -> None:
     origin = ComputedOrigin(objects(8, "own", size) | objects(2, "copied", size) | objects(6, "new", size))
-    node = make_node(Placed(origin, "copied"), capacity=10 * size + 20_000)
-    node.connect(source=node.source)
+    node = make_node(Placed(origin, "copied"), in_cluster=False, capacity=10 * size + 20_000)
     read(node, origin, *objects(8, "own"), *objects(2, "copied"), *objects(6, "new"))
     assert node.open_disks[0].mark_copies() == 0
     assert here(node, "own", "copied", "new") == [8, 2, 0]
@@ -202,8 +202,7 @@ def test_node_without_cluster_has_no_copies(make_node: MakePlacedNode, size: int
 def test_client_that_owns_nothing_has_no_copies(make_node: MakePlacedNode) -> None:
     old, new = objects(12, "old"), objects(12, "new", folder="elsewhere")
     origin = ComputedOrigin(old | new)
-    node = make_node(Placed(origin, "old", "new"), capacity=10 * SIZE)
-    node.connect(source=node.source, still_a_copy=None)  # as a client of a cluster has it
+    node = make_node(Placed(origin, "old", "new"), in_cluster=False, capacity=10 * SIZE)
     read(node, origin, *old)
     for _ in range(12):  # with so few residents, draws may be unlucky for some epochs
         read(node, origin, *new)
@@ -249,7 +248,7 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_copies import Placed, objects, read, SIZE, SMALL
-from millrace.cache.node import cache_node
+from millrace.cache.node import CacheNode
 from millrace.config import resolve
 from tests.support.computed import ComputedOrigin
 from millrace.cache.node import close_nodes
@@ -257,8 +256,8 @@ from millrace.cache.node import close_nodes
 size = int(sys.argv[3])
 origin = ComputedOrigin(objects(4, "copied", size))
 placed = Placed(origin, "copied")
-node = cache_node(resolve({"cache_dir": sys.argv[1], "min_free": 0, "capacity": 10 * size + 20_000}, environ={}, file={}))
-node.connect(source=placed.source)
+options = resolve({"cache_dir": sys.argv[1], "min_free": 0, "capacity": 10 * size + 20_000}, environ={}, file={})
+node = CacheNode(options, source=placed.source)
 read(node, origin, *objects(4, "copied"))
 close_nodes()
 """
