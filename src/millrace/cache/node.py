@@ -152,7 +152,7 @@ class CacheNode:
         return True
 
     def _weights_of(self, disks: Sequence[Disk]) -> dict[str, float]:
-        return {str(disk.store.directory): _weight(disk, self.options) for disk in disks}
+        return {str(disk.store.directory): float(self._capacity_of(disk)) for disk in disks}
 
     def _copy_rules(self, known: Disk, disk: Disk) -> None:
         """Copy the retention rules of a disk to another one, which has none. That disk adds its part to quotas in bytes."""
@@ -166,6 +166,10 @@ class CacheNode:
             failing.report(error)
 
     def _capacity_of(self, disk: Disk) -> int:
+        """The capacity by the options, which all processes of a node have. It is also the disk's share of the objects.
+
+        The present limits do not count: a resize at run time must not assign cached objects to other disks.
+        """
         return max(1, disk.store.space.size_of(self.options.capacity))
 
     def unusable(self) -> StorageError:
@@ -518,14 +522,6 @@ def close_nodes() -> None:
             disk.close()
         _process.nodes.clear()
         _process.disks.clear()
-
-
-def _weight(disk: Disk, options: CacheOptions) -> float:
-    """A disk's share of the objects, by the capacities in the options, which all processes of a node have.
-
-    The present limits do not count: a resize at run time must not assign cached objects to other disks.
-    """
-    return float(max(1, disk.store.space.size_of(options.capacity)))
 
 
 def _disk(directory: Path, options: CacheOptions) -> Disk:
