@@ -10,7 +10,6 @@ import ctypes
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -75,8 +74,9 @@ class CacheNode:
     """The cache of this node, as one process sees it. Thread-safe. Get it by `cache_node` or `open_node`.
 
     `source` makes the sources of missing blocks: the origin, or in a cluster its members. Metadata that is not cached or
-    stale is requested from `metadata_source`. The disks recognise copies by `still_a_copy` of the node that was opened
-    last. `reopen` returns this node in a forked child; the default is `cache_node`.
+    stale is requested from `metadata_source`. `reopen` returns the node through which an open reader continues after a
+    fork, or when its object was removed; by default this one, and in a forked child `cache_node`. The disks and threads are
+    those of `earlier`, a cache for the same options, if given.
     """
 
     def __init__(
@@ -85,27 +85,31 @@ class CacheNode:
         *,
         source: MakeSource = DirectSource,
         metadata_source: MetadataSource = ORIGIN_METADATA,
-        still_a_copy: StillACopy | None = None,
         reopen: Callable[[], CacheNode] | None = None,
+        earlier: CacheNode | None = None,
     ) -> None:
         self.options = options
         self.source = source
         self.metadata_source = metadata_source
-        self._still_a_copy = still_a_copy
-        self._reopen: Callable[[], CacheNode] = reopen or (lambda: cache_node(options))
+        self._reopen = reopen or self._this_or_again
+        self._owner = forks.Owner()
         self.closed = False
+        self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
         self._failure: StorageError | None = None
         self._reported: dict[Path, str] = {}
         self._next_attempt, self._pause = math.inf, _FIRST_PAUSE_SECONDS
-        limit_arenas()
-        _process.opened.add(self)
-        self._disks = self._open_disks()
-        self._threads = Pools(
-            demand=Pool(_FETCH_THREADS, "millrace-fetch"),
-            ahead=Pool(_PREFETCH_THREADS, "millrace-ahead"),
-        )
-        self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
-        self._weights = self._weights_of(self._disks)
+        if earlier is None:
+            limit_arenas()
+            self._disks = self._open_disks()
+            self._weights = self._weights_of(self._disks)
+            self._threads = Pools(
+                demand=Pool(_FETCH_THREADS, "millrace-fetch"),
+                ahead=Pool(_PREFETCH_THREADS, "millrace-ahead"),
+            )
+        else:  # it has reported, and tries again later, what cannot be opened
+            self._disks, self._weights, self._threads = earlier._disks, earlier._weights, earlier._threads
+            self._failure, self._reported = earlier._failure, earlier._reported
+            self._next_attempt, self._pause = earlier._next_attempt, earlier._pause
         self._metadata, self._metadata_disk = self._remember_on_one_disk()
 
     def _open_disks(self) -> list[Disk]:
@@ -124,8 +128,6 @@ class CacheNode:
                     emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
                 self._failure = error
                 is_stopped = is_stopped or isinstance(error, StoppedHolderError)
-        for disk in disks:
-            disk.copies.still_a_copy = self._still_a_copy
         if is_stopped and not disks:
             self._next_attempt = time.monotonic() + self._pause
         known = [disk for disk in disks if disk.rules.exists()]
@@ -171,6 +173,19 @@ class CacheNode:
         The present limits do not count: a resize at run time must not assign cached objects to other disks.
         """
         return max(1, disk.store.space.size_of(self.options.capacity))
+
+    def apply_limits(self) -> None:
+        """Apply the limits of this node's options to its disks again: another node of this process may have changed them."""
+        for disk in self.open_disks:
+            try:
+                disk.limit(self.options)
+            except StorageError as error:
+                disk.report(error)
+
+    def distinguish_copies(self, still_a_copy: StillACopy | None) -> None:
+        """Make the disks evict first what other nodes own by the present placement. See `Copies`."""
+        for disk in self.open_disks:
+            disk.copies.still_a_copy = still_a_copy
 
     def unusable(self) -> StorageError:
         """The error of a call that needs a disk, when none can be used."""
@@ -319,6 +334,9 @@ class CacheNode:
                 break
         return OriginReader(source=make(origin, info, disk.counters), info=info, counters=disk.counters)
 
+    def _this_or_again(self) -> CacheNode:
+        return self if self._owner.is_this_process and not self.closed else cache_node(self.options)
+
     def open_passing_reader(self, origin: Origin, info: ObjectInfo) -> OriginReader:
         """Random access to an object from the source of missing blocks. Nothing is stored on this node."""
         name = object_id(origin.identity, info.key, info.version, info.size)
@@ -440,7 +458,6 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.nodes: dict[CacheOptions, CacheNode] = {}
-        self.opened: weakref.WeakSet[CacheNode] = weakref.WeakSet()
         self.disks: dict[Path, Disk] = {}
         self.unopened: set[Path] = set()  # directories that could not be opened at the first attempt
 
@@ -464,18 +481,15 @@ def open_node(
     *,
     source: MakeSource,
     metadata_source: MetadataSource,
-    still_a_copy: StillACopy | None,
     reopen: Callable[[], CacheNode],
 ) -> CacheNode:
     """The cache of this process for `options` from now on, when a process joins or leaves a cluster. See `CacheNode`.
 
-    Applies the limits of `options` to its disks again: another node of this process may have changed them. Readers that are
-    open keep the node that opened them.
+    It takes over the disks and threads of `cache_node`. Readers that are open keep the node that opened them.
     """
-    with _process.lock:
-        node = _process.nodes[options] = CacheNode(
-            options, source=source, metadata_source=metadata_source, still_a_copy=still_a_copy, reopen=reopen
-        )
+    earlier = cache_node(options)
+    node = CacheNode(options, source=source, metadata_source=metadata_source, reopen=reopen, earlier=earlier)
+    _process.nodes[options] = node
     return node
 
 
@@ -516,7 +530,7 @@ def check_cache_dir(cache_dir: Path) -> None:
 def close_nodes() -> None:
     """Close every cache of this process; the next use opens them again. For tests."""
     with _process.lock:
-        for node in _process.opened:
+        for node in _process.nodes.values():
             node.close()
         for disk in _process.disks.values():
             disk.close()

@@ -217,11 +217,13 @@ class _Attachment:
             self._limited(link),
             source=source,
             metadata_source=metadata_source,
-            still_a_copy=None if cluster is None else cluster.still_a_copy,
             reopen=lambda: Attached(self.options).node,
         )
+        node.apply_limits()
+        if cluster is not None:
+            node.distinguish_copies(cluster.still_a_copy)
+            self._starting = None
         self._link, self._cluster, self.views, self.node = link, cluster, views, node
-        self._starting = self._starting if link is None else None
         self._next_alive = time.monotonic() + _ALIVE_SECONDS
         self._plan()
 
@@ -293,7 +295,8 @@ class _Attachment:
         Also opens the disks that could not be opened next to a stopped process.
         """
         try:
-            self.node.open_again()
+            if self.node.open_again() and self._cluster is not None:
+                self.node.distinguish_copies(self._cluster.still_a_copy)
         except (MillraceError, OSError) as error:  # such as a directory that has other content now
             _log.warning("the cache of this process cannot be opened: %s", error)
         limited = self._limited(self._link)

@@ -160,15 +160,16 @@ class NodeProcess:
         path = self._folder.breakers_path
         self._cluster = Cluster(link, breakers=Breakers(path, start_seconds=_START_SECONDS, name_of=link.address_of))
         opened.callback(self._cluster.close)
-        sources, still_a_copy = ClusterSources(self._cluster, serving=True), self._cluster.still_a_copy
-        self._node = CacheNode(options, source=sources, still_a_copy=still_a_copy)
+        sources = ClusterSources(self._cluster, serving=True)
+        self._node = CacheNode(options, source=sources)
         opened.callback(self._node.close)
         if not self._node.open_disks:
             raise self._node.unusable()
+        self._node.distinguish_copies(self._cluster.still_a_copy)
         self.drains = DrainCoordinator(self._cluster, me=self.member_id)
         # Loads list through the metadata owner. The server's own node reads the origin on behalf of the others.
         listings = ClusterListings(self._cluster, options.max_age_seconds)
-        loading = CacheNode(options, source=sources, metadata_source=listings, still_a_copy=still_a_copy)
+        loading = CacheNode(options, source=sources, metadata_source=listings)
         opened.callback(loading.close)
         # They end after the server, so that their clients count this node as lost, and not its share as loaded or failed.
         self.jobs = LoadJobs(loading, self._origins.find, member_id=self.member_id)

@@ -72,14 +72,9 @@ class Node:
         )
         link = NodeLink(views=views, folder="local", member_id=name, token=TOKEN, replicas=replicas)
         self.cluster = Cluster(link, breakers=Breakers(None))
-        self.store, self.reader = (
-            CacheNode(
-                options,
-                source=ClusterSources(self.cluster, serving=serving),
-                still_a_copy=self.cluster.still_a_copy,
-            )
-            for serving in (True, False)
-        )
+        self.store = CacheNode(options, source=ClusterSources(self.cluster, serving=True))
+        self.reader = CacheNode(options, source=ClusterSources(self.cluster))
+        self.store.distinguish_copies(self.cluster.still_a_copy)
         service = BlockService(self.store, self.cluster, Origins([origin], environment=False))
         self.server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
         Inventory(self.store, replicas=replicas).add_routes(self.server)

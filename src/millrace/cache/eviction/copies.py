@@ -50,8 +50,8 @@ class Keep(Enum):
 class Copies:
     """The copies in the store with this index. Thread- and process-safe; raises `StorageError` when the disk fails.
 
-    `still_a_copy` changes when a process joins or leaves a cluster (`cache.node.open_node`). It is None without a cluster,
-    and for a client of a cluster: then only checkpoint files are copies.
+    `still_a_copy` is set when a process joins a cluster (`CacheNode.distinguish_copies`). It is None without a cluster, and
+    for a client of a cluster: then only checkpoint files are copies.
     """
 
     def __init__(self, index: Index, records: UsageRecords) -> None:

@@ -75,12 +75,12 @@ MakePlacedNode = Callable[..., CacheNode]
 
 @pytest.fixture
 def make_node(tmp_path: Path) -> MakePlacedNode:
-    def make(placed: Placed, *, in_cluster: bool = True, **options: object) -> CacheNode:
+    def make(placed: Placed, **options: object) -> CacheNode:
         node = CacheNode(
             resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={}),
             source=placed.source,
-            still_a_copy=placed.still_a_copy if in_cluster else None,
         )
+        node.distinguish_copies(placed.still_a_copy)
         node.open_disks[0].held = HeldBlocks(0)
         return node
 
@@ -193,7 +193,8 @@ def test_hot_copy_competes_like_an_owned_unit(make_node: MakePlacedNode) -> None
 @pytest.mark.parametrize("size", [SIZE, SMALL])
 def test_node_without_cluster_has_no_copies(make_node: MakePlacedNode, size: int) -> None:
     origin = ComputedOrigin(objects(8, "own", size) | objects(2, "copied", size) | objects(6, "new", size))
-    node = make_node(Placed(origin, "copied"), in_cluster=False, capacity=10 * size + 20_000)
+    node = make_node(Placed(origin, "copied"), capacity=10 * size + 20_000)
+    node.distinguish_copies(None)
     read(node, origin, *objects(8, "own"), *objects(2, "copied"), *objects(6, "new"))
     assert node.open_disks[0].mark_copies() == 0
     assert here(node, "own", "copied", "new") == [8, 2, 0]
@@ -202,7 +203,8 @@ def test_node_without_cluster_has_no_copies(make_node: MakePlacedNode, size: int
 def test_client_that_owns_nothing_has_no_copies(make_node: MakePlacedNode) -> None:
     old, new = objects(12, "old"), objects(12, "new", folder="elsewhere")
     origin = ComputedOrigin(old | new)
-    node = make_node(Placed(origin, "old", "new"), in_cluster=False, capacity=10 * SIZE)
+    node = make_node(Placed(origin, "old", "new"), capacity=10 * SIZE)
+    node.distinguish_copies(None)  # as a client of a cluster does
     read(node, origin, *old)
     for _ in range(12):  # with so few residents, draws may be unlucky for some epochs
         read(node, origin, *new)
