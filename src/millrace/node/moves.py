@@ -149,7 +149,7 @@ class Moves:
                 report = {"member": self._me, "owners": owners}
                 self._try(f"reporting to {leaver.address}", lambda: self._report(leaver, report))
         # A member that fails while it leaves is not lost in any later view.
-        if self._cluster.link.replicas > 1 and moved is not None and (moved.failed_bytes or moved.unread):
+        if self._cluster.link.replicas > 1 and (moved is None or moved.failed_bytes or moved.unread):
             self._restore()
 
     def _report(self, leaver: Member, report: Mapping[str, object]) -> None:

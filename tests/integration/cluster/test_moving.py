@@ -21,7 +21,7 @@ from millrace.cluster.dataplane.server import PlaneServer
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.inventory import Inventory
 from millrace.cluster.membership import Member, MemberState, NodeLink, View
-from millrace.cluster.moving import Mover, Rate, Run, runs_to_pull
+from millrace.cluster.moving import Mover, MoveReport, Rate, Run, runs_to_pull
 from millrace.cluster.origins import Origins
 from millrace.cluster.placement import Placement
 from millrace.cluster.serving import BlockService
@@ -266,10 +266,16 @@ def test_crash_with_replicas_restores_copies_from_holders(nodes: Nodes) -> None:
     assert nodes.origin.bytes_read == sum(SIZES.values())
 
 
+def _no_threads(*_: object) -> MoveReport:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("take_over", [Mover.take_over, _no_threads])
 def test_copies_of_a_member_that_dies_while_it_leaves_are_restored(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, take_over: Callable[[Mover, Member], MoveReport]
 ) -> None:
-    monkeypatch.setattr(moving, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(moving, "FIRST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(Mover, "take_over", take_over)
     leaver, *others = (nodes.add(name, HERE, replicas=2) for name in "abcd")
     nodes.fill(replicas=2)
     with contextlib.ExitStack() as stack:
