@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,8 +51,8 @@ class Node:
 
 
 MakeNodes = Callable[..., list[Node]]
-"""So many nodes, with this `consistency`. Their readers request metadata from its owner. With `servers_ask_owner` the
-servers' own caches do so as well, except that of the owner of bucket `b`."""
+"""So many nodes, with this `consistency`. Their readers request metadata from its owner. So do the servers' own caches at the
+positions `asking_servers` of `in_order`: these servers must handle requests to forget by `_forgets`."""
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def origin() -> MemoryOrigin:
 def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
     made: list[Node] = []
 
-    def make(count: int, consistency: str, *, servers_ask_owner: bool = False) -> list[Node]:
+    def make(count: int, consistency: str, *, asking_servers: Collection[int] = ()) -> list[Node]:
         views = Views()
         ids = View.of(Member(id=f"node-{number}", address="") for number in range(count))
-        owner = Placement(ids).order(metadata_id("memory", "b"))[0].id
+        order = [member.id for member in Placement(ids).order(metadata_id("memory", "b"))]
         for number in range(count):
             member_id = f"node-{number}"
             link = NodeLink(views=views, folder="local", member_id=member_id, token=TOKEN)
@@ -84,7 +84,7 @@ def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
             origins = Origins()
             origins.register(origin)
             serving, reading = (
-                node("serving", asks_owner=servers_ask_owner and member_id != owner),
+                node("serving", asks_owner=order.index(member_id) in asking_servers),
                 node("reading", asks_owner=True),
             )
             service = BlockService(serving, cluster, origins)
@@ -526,7 +526,7 @@ def test_write_by_a_writer_that_does_not_know_the_new_owner_yet_is_seen(
 ) -> None:
     """A reader that is invalidated before the owner that only it knows receives the old metadata once more."""
     origin.put("b/one", b"1")
-    nodes = make_nodes(3, "immutable", servers_ask_owner=True)
+    nodes = make_nodes(3, "immutable", asking_servers=[2])
     owner, writer, reader = in_order(nodes)
     state = MemberState.JOINING
     _change_view(
@@ -562,7 +562,7 @@ def test_invalidated_member_never_receives_old_metadata_from_an_owner(
 ) -> None:
     """Readers read continuously while one node writes: each sees every write after it returns."""
     origin.put("b/one", b"")
-    nodes = make_nodes(4, "1h", servers_ask_owner=True)
+    nodes = make_nodes(4, "1h", asking_servers=[1, 2, 3])
     writer, *readers = in_order(nodes)
     for node in readers:  # usually a node's reader shares the metadata of its server; here they have separate caches
         node.server.route("POST", "/v1/forget", _forgets(node, origin))
