@@ -51,8 +51,8 @@ class Node:
 
 
 MakeNodes = Callable[..., list[Node]]
-"""So many nodes, with this `consistency`. Their readers request metadata from its owner. So do the servers' own caches at the
-positions `asking_servers` of `in_order`: these servers must handle requests to forget by `_forgets`."""
+"""So many nodes, with this `consistency`. Their readers request metadata from its owner. So do the servers' own caches at
+the positions `asking_servers` of `in_order`: these servers must handle requests to forget by `_forgets`."""
 
 
 @pytest.fixture
