@@ -74,9 +74,9 @@ class CacheNode:
     """The cache of this node, as one process sees it. Thread-safe. Get it by `cache_node` or `open_node`.
 
     `source` makes the sources of missing blocks: the origin, or in a cluster its members. Metadata that is not cached or
-    stale is requested from `metadata_source`. `reopen` returns the node through which an open reader continues after a
-    fork, or when its object was removed; by default this one, and in a forked child `cache_node`. The disks and threads are
-    those of `earlier`, a cache for the same options, if given.
+    stale is requested from `metadata_source`. With `earlier`, a cache for the same options, this one uses its disks and
+    threads. An open reader whose object was removed continues through the node that `reopen` returns, also in a forked
+    child; by default this node, and in a child that of `cache_node`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CacheNode:
         self.options = options
         self.source = source
         self.metadata_source = metadata_source
-        self._reopen = reopen or self._this_or_again
+        self._reopen = reopen or self._this_or_successor
         self._owner = forks.Owner()
         self.closed = False
         self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
@@ -106,7 +106,7 @@ class CacheNode:
                 demand=Pool(_FETCH_THREADS, "millrace-fetch"),
                 ahead=Pool(_PREFETCH_THREADS, "millrace-ahead"),
             )
-        else:  # it has reported, and tries again later, what cannot be opened
+        else:  # failures that it has reported are not reported again
             self._disks, self._weights, self._threads = earlier._disks, earlier._weights, earlier._threads
             self._failure, self._reported = earlier._failure, earlier._reported
             self._next_attempt, self._pause = earlier._next_attempt, earlier._pause
@@ -334,7 +334,8 @@ class CacheNode:
                 break
         return OriginReader(source=make(origin, info, disk.counters), info=info, counters=disk.counters)
 
-    def _this_or_again(self) -> CacheNode:
+    def _this_or_successor(self) -> CacheNode:
+        """This node, or the one that takes its place in a forked child and after `close`."""
         return self if self._owner.is_this_process and not self.closed else cache_node(self.options)
 
     def open_passing_reader(self, origin: Origin, info: ObjectInfo) -> OriginReader:
@@ -483,9 +484,9 @@ def open_node(
     metadata_source: MetadataSource,
     reopen: Callable[[], CacheNode],
 ) -> CacheNode:
-    """The cache of this process for `options` from now on, when a process joins or leaves a cluster. See `CacheNode`.
+    """Replace the cache of this process for `options`, because the process joins or leaves a cluster. See `CacheNode`.
 
-    It takes over the disks and threads of `cache_node`. Readers that are open keep the node that opened them.
+    The new cache uses the disks and threads of the earlier one. Open readers keep the earlier one.
     """
     earlier = cache_node(options)
     node = CacheNode(options, source=source, metadata_source=metadata_source, reopen=reopen, earlier=earlier)

@@ -76,7 +76,7 @@ _WORTH_TRYING = 0.97
 # Short blocks have 2 KiB, like the pieces of a sample, so that a trial shows their savings.
 _SHORT_BLOCK_LOG = 11
 # Grouped differences change little from block to block. Blocks of 8 KiB are smaller than short ones, and take two thirds of
-# the time. The gain of blocks cannot be estimated from four places, so there is no trial.
+# the time. Four samples are too few to estimate what such blocks save, so no sample is compressed first.
 _GROUPED_BLOCK_LOG = 13
 # Effort.MAX uses a larger sample, because it chooses between results of similar size.
 _MAX_SAMPLE_BYTES = 64 << 10
