@@ -72,7 +72,12 @@ class MoveReport:
     @property
     def complete(self) -> bool:
         """Whether all offered blocks are cached, and the move was not stopped."""
-        return not (self.skipped_bytes or self.failed_bytes or self.unread or self.stopped)
+        return not (self.skipped_bytes or self.missed or self.stopped)
+
+    @property
+    def missed(self) -> bool:
+        """Whether members did not return blocks, or the list of their blocks: the same move may later copy more."""
+        return bool(self.failed_bytes or self.unread)
 
 
 class Mover:

@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 
 _DEADLINE_SECONDS = 5.0
 _REPORT_TRIES, _REPORT_PAUSE_SECONDS = 10, 1.0
+_RESTORE_PAUSES_SECONDS = (5.0, 15.0, 45.0, 135.0, 405.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class Moves:
         Returns False when blocks were left out, for example because a member did not respond.
         """
         filled = self._try("filling", lambda: self._mover.fill(self._me))
-        return filled is not None and not (filled.failed_bytes or filled.unread)
+        return filled is not None and not filled.missed
 
     def refill(self) -> None:
         """As `fill`, in a thread of its own, and waits for members that do not respond."""
@@ -130,8 +131,16 @@ class Moves:
                 self._try("marking copies", self._mover.mark_copies)
 
     def _restore(self) -> None:
-        with self._restoring:
-            self._try("restoring copies", lambda: self._mover.restore(self._me))
+        """Copy what this node holds by the present view; again later, for ten minutes, while members do not return it."""
+        for pause in (0.0, *_RESTORE_PAUSES_SECONDS):
+            if self._stopped.wait(pause):
+                return
+            with self._restoring:
+                moved = self._try("restoring copies", lambda: self._mover.restore(self._me))
+            if moved is not None and not moved.missed:
+                return
+            if threading.current_thread() is self._thread:  # there were no more threads, and later views must not wait
+                return
 
     def _take_over(self, leaver: Member) -> None:
         """Copy this node's new share from a leaving member, then report that it need not wait, complete or not.
@@ -149,7 +158,7 @@ class Moves:
                 report = {"member": self._me, "owners": owners}
                 self._try(f"reporting to {leaver.address}", lambda: self._report(leaver, report))
         # A member that fails while it leaves is not lost in any later view.
-        if self._cluster.link.replicas > 1 and (moved is None or moved.failed_bytes or moved.unread):
+        if self._cluster.link.replicas > 1 and (moved is None or moved.missed):
             self._restore()
 
     def _report(self, leaver: Member, report: Mapping[str, object]) -> None:

@@ -27,8 +27,9 @@ from millrace.cluster.placement import Placement
 from millrace.cluster.serving import BlockService
 from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, resolve
-from millrace.errors import PeerSilentError
+from millrace.errors import PeerSilentError, StorageError
 from millrace.events import Event, add_hook
+from millrace.node import moves as node_moves
 from millrace.node.moves import Moves
 from millrace.store.records import BLOCK_BYTES, Entry, object_id
 
@@ -312,6 +313,33 @@ def test_copies_of_a_lost_member_are_restored_from_a_member_that_was_silent_for_
     monkeypatch.setattr(other.cluster.client, "call", silent_at_first)
     assert other.mover().restore("b").complete
     assert other.complete() == set(SIZES)
+    assert nodes.origin.bytes_read == sum(SIZES.values())
+
+
+def test_copies_of_a_lost_member_are_restored_after_all_members_were_silent_or_restoring_failed(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but time changes: the members stay the same."""
+    monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (0.1, 0.1, 60.0))
+    lost, other, _ = (nodes.add(name, HERE, replicas=2) for name in "abc")
+    nodes.fill(replicas=2)
+    restore, outcomes = Mover.restore, [MoveReport(failed_bytes=1), StorageError("no disk", next_step="try again")]
+
+    def restore_in_the_end(mover: Mover, me: str) -> MoveReport:
+        if outcomes:
+            outcome = outcomes.pop()
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+        return restore(mover, me)
+
+    monkeypatch.setattr(Mover, "restore", restore_in_the_end)
+    with contextlib.closing(Moves(other.store, other.cluster, me="b")) as following:
+        following.view_changed(nodes.views.view())
+        lost.server.close()
+        nodes.views.publish(lost, None)
+        following.view_changed(nodes.views.view())
+        wait_until(lambda: other.complete() == set(SIZES))
     assert nodes.origin.bytes_read == sum(SIZES.values())
 
 
