@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TypeVar
 from millrace.cache.node import CacheNode
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.membership import Member, MemberState, View
-from millrace.cluster.moving import Mover
+from millrace.cluster.moving import Mover, MoveReport
 from millrace.errors import MillraceError, PeerError
 from millrace.events import Event, emit
 from millrace.runtime.failures import DEFECT
@@ -73,6 +73,7 @@ class Moves:
         self._view = View(())
         self._copying: dict[str, threading.Lock] = {}  # by the leaving member
         self._restoring = threading.Lock()
+        self._restores = 0  # that have begun
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._work: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
@@ -131,16 +132,31 @@ class Moves:
                 self._try("marking copies", self._mover.mark_copies)
 
     def _restore(self) -> None:
-        """Copy what this node holds by the present view; again later, for ten minutes, while members do not return it."""
+        """Copy what this node holds by the present view.
+
+        Again later, for ten minutes, while copying fails or members do not return it; not while all of those are
+        unreachable. All calls do the same, so only the newest one repeats.
+        """
+        with self._lock:
+            self._restores += 1
+            number = self._restores
+        moved: MoveReport | None = None
         for pause in (0.0, *_RESTORE_PAUSES_SECONDS):
-            if self._stopped.wait(pause):
+            if self._stopped.wait(pause) or (pause and number != self._restores):
                 return
+            if moved is not None and not moved.failed_bytes and self._are_unreachable(moved.unread):
+                continue
             with self._restoring:
+                if self._stopped.is_set():
+                    return
                 moved = self._try("restoring copies", lambda: self._mover.restore(self._me))
             if moved is not None and not moved.missed:
                 return
             if threading.current_thread() is self._thread:  # there were no more threads, and later views must not wait
                 return
+
+    def _are_unreachable(self, members: Iterable[str]) -> bool:
+        return all(map(self._cluster.breakers.is_known_open, members))
 
     def _take_over(self, leaver: Member) -> None:
         """Copy this node's new share from a leaving member, then report that it need not wait, complete or not.

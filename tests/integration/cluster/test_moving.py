@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -320,12 +321,14 @@ def test_copies_of_a_lost_member_are_restored_after_all_members_were_silent_or_r
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing but time changes: the members stay the same."""
-    monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (0.1, 0.1, 60.0))
+    monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (0.1, 0.1, 0.1, 0.1))
     lost, other, _ = (nodes.add(name, HERE, replicas=2) for name in "abc")
     nodes.fill(replicas=2)
     restore, outcomes = Mover.restore, [MoveReport(failed_bytes=1), StorageError("no disk", next_step="try again")]
+    calls = []
 
     def restore_in_the_end(mover: Mover, me: str) -> MoveReport:
+        calls.append(me)
         if outcomes:
             outcome = outcomes.pop()
             if isinstance(outcome, Exception):
@@ -340,7 +343,48 @@ def test_copies_of_a_lost_member_are_restored_after_all_members_were_silent_or_r
         nodes.views.publish(lost, None)
         following.view_changed(nodes.views.view())
         wait_until(lambda: other.complete() == set(SIZES))
+        time.sleep(0.5)
+    assert len(calls) == 3  # a complete one is not repeated
     assert nodes.origin.bytes_read == sum(SIZES.values())
+
+
+@pytest.mark.parametrize(("is_open", "expected"), [(True, 1), (False, 4)], ids=["unreachable", "reachable"])
+def test_restore_is_repeated_only_while_a_member_without_a_list_is_reachable(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, is_open: bool, expected: int
+) -> None:
+    monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (0.05, 0.05, 0.05))
+    other, _ = (nodes.add(name, HERE, replicas=2) for name in "bc")
+    calls = []
+
+    def unread(mover: Mover, me: str) -> MoveReport:
+        calls.append(me)
+        return MoveReport(unread=("c",))
+
+    monkeypatch.setattr(Mover, "restore", unread)
+    monkeypatch.setattr(other.cluster.breakers, "is_known_open", lambda member_id: is_open)
+    with contextlib.closing(Moves(other.store, other.cluster, me="b")) as following:
+        following.refill()
+        wait_until(lambda: len(calls) >= expected)
+        time.sleep(0.5)
+    assert len(calls) == expected
+
+
+def test_only_the_newest_restore_is_repeated(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (0.3, 0.3))
+    other, _ = (nodes.add(name, HERE, replicas=2) for name in "bc")
+    calls = []
+
+    def failed(mover: Mover, me: str) -> MoveReport:
+        calls.append(me)
+        return MoveReport(failed_bytes=1)
+
+    monkeypatch.setattr(Mover, "restore", failed)
+    with contextlib.closing(Moves(other.store, other.cluster, me="b")) as following:
+        for _ in range(3):
+            following.refill()
+        wait_until(lambda: len(calls) >= 5)
+        time.sleep(1.0)
+    assert len(calls) == 5  # each once, and the last of them twice more
 
 
 def test_corrupt_block_of_a_giver_is_not_copied(nodes: Nodes) -> None:
