@@ -76,7 +76,7 @@ class MoveReport:
 
     @property
     def missed(self) -> bool:
-        """Whether members did not return blocks, or the list of their blocks: the same move may later copy more."""
+        """Whether a member did not return the list of its blocks, or a block in it: a repetition may copy more."""
         return bool(self.failed_bytes or self.unread)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -132,31 +132,34 @@ class Moves:
                 self._try("marking copies", self._mover.mark_copies)
 
     def _restore(self) -> None:
-        """Copy what this node holds by the present view.
+        """Copy missing blocks of this node's share, and repeat that for ten minutes while it fails or blocks are left out.
 
-        Again later, for ten minutes, while copying fails or members do not return it; not while all of those are
-        unreachable. All calls do the same, so only the newest one repeats.
+        A repetition is skipped while all members that would have to respond are unreachable. Every call copies the
+        same, so only the newest one repeats.
         """
+        if threading.current_thread() is self._thread:  # no thread could start, and later views must not wait
+            self._restore_once()
+            return
         with self._lock:
             self._restores += 1
             number = self._restores
+        is_unreachable = self._cluster.breakers.is_known_open
         moved: MoveReport | None = None
         for pause in (0.0, *_RESTORE_PAUSES_SECONDS):
             if self._stopped.wait(pause) or (pause and number != self._restores):
                 return
-            if moved is not None and not moved.failed_bytes and self._are_unreachable(moved.unread):
+            if moved is not None and not moved.failed_bytes and all(map(is_unreachable, moved.unread)):
                 continue
-            with self._restoring:
-                if self._stopped.is_set():
-                    return
-                moved = self._try("restoring copies", lambda: self._mover.restore(self._me))
+            moved = self._restore_once()
             if moved is not None and not moved.missed:
                 return
-            if threading.current_thread() is self._thread:  # there were no more threads, and later views must not wait
-                return
 
-    def _are_unreachable(self, members: Iterable[str]) -> bool:
-        return all(map(self._cluster.breakers.is_known_open, members))
+    def _restore_once(self) -> MoveReport | None:
+        """Returns None after an error, and when this node has stopped its moves."""
+        with self._restoring:
+            return (
+                None if self._stopped.is_set() else self._try("restoring copies", lambda: self._mover.restore(self._me))
+            )
 
     def _take_over(self, leaver: Member) -> None:
         """Copy this node's new share from a leaving member, then report that it need not wait, complete or not.

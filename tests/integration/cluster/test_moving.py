@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,7 +269,7 @@ def test_crash_with_replicas_restores_copies_from_holders(nodes: Nodes) -> None:
     assert nodes.origin.bytes_read == sum(SIZES.values())
 
 
-def _no_threads(*_: object) -> MoveReport:
+def _no_threads(*_: object, **__: object) -> MoveReport:
     raise RuntimeError("can't start new thread")
 
 
@@ -367,6 +368,27 @@ def test_restore_is_repeated_only_while_a_member_without_a_list_is_reachable(
         wait_until(lambda: len(calls) >= expected)
         time.sleep(0.5)
     assert len(calls) == expected
+
+
+def test_restore_of_a_node_without_threads_does_not_delay_later_views(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (600.0,))
+    first, second, other, _ = (nodes.add(name, HERE, replicas=2) for name in "abcd")
+    calls = []
+
+    def failed(mover: Mover, me: str) -> MoveReport:
+        calls.append(me)
+        return MoveReport(failed_bytes=1)
+
+    monkeypatch.setattr(Mover, "restore", failed)
+    with contextlib.closing(Moves(other.store, other.cluster, me="c")) as following:
+        following.view_changed(nodes.views.view())
+        monkeypatch.setattr(node_moves, "threading", SimpleNamespace(**{**vars(threading), "Thread": _no_threads}))
+        for lost in (first, second):
+            nodes.views.publish(lost, None)
+            following.view_changed(nodes.views.view())
+        wait_until(lambda: len(calls) == 2)
 
 
 def test_only_the_newest_restore_is_repeated(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
