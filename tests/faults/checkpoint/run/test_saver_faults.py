@@ -127,14 +127,15 @@ def test_stopped_saver_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytes
     assert json.loads(claim.read_bytes())["released"]
 
 
+# A signal to the process would be taken by another thread, and this one could publish before it stops.
 STOP_BEFORE_THE_MANIFEST = """
-import os, signal
+import signal, threading
 from millrace.checkpoint.storage import replicating, storage
 replicating._AT_ONCE_SECONDS = 0
 publish = storage.LocalStorage.publish
 def stop_first(self, name, data, *, replace):
     if name == "manifest.millrace" and self.url.endswith("run/step-000000000004"):
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     publish(self, name, data, replace=replace)
 storage.LocalStorage.publish = stop_first
 """
