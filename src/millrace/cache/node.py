@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from millrace.cache.reading.locations import (
 from millrace.cache.reading.reader import CachedReader, ObjectReader, OriginReader
 from millrace.cache.reading.threads import Pools, Threads
 from millrace.config import LOCAL_FOLDER, CacheOptions, resolve
-from millrace.errors import DiskFullError, StorageError
+from millrace.errors import DiskFullError, MillraceError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
@@ -46,7 +47,7 @@ from millrace.runtime.locks import StoppedHolderError
 from millrace.runtime.pipeline import limit_arenas
 from millrace.runtime.private_files import make_folder
 from millrace.store.records import BLOCK_BYTES, Entry, ObjectName, object_id, owners
-from millrace.store.setup import check_directory
+from millrace.store.setup import check_directory, expire_metadata
 from millrace.store.signals import Stamp
 
 # Two pools: fetches that a caller waits for do not queue behind prefetches, see `fetching.py`.
@@ -205,7 +206,7 @@ class CacheNode:
         # The same disk in all processes, also if their options name the directories in another order.
         disk = min(self.open_disks, key=lambda each: each.store.directory, default=None)
         if disk is None:
-            return UncachedMetadata(self.metadata_source), None
+            return UncachedMetadata(self.metadata_source, expire_elsewhere=self._expire_elsewhere), None
         return self._remember_on(disk, self.options.max_age_seconds), disk
 
     def _remember_on(self, disk: Disk, max_age_seconds: float, since: float = -math.inf) -> MetadataCache:
@@ -218,7 +219,24 @@ class CacheNode:
             report=disk.report,
             source=self.metadata_source,
             ahead=self._threads.ahead,
+            expire_elsewhere=partial(self._expire_elsewhere, disk),
         )
+
+    def _expire_elsewhere(self, own: Disk | None = None) -> None:
+        """Expire the metadata on all disks but `own`. A process that cannot use `own` has its metadata there."""
+        for directory in self.options.cache_dirs:
+            store = store_directory(directory, self.options.folder)
+            if own is not None and store == own.store.directory:
+                continue
+            try:
+                disk = next((each for each in self.open_disks if each.store.directory == store), None)
+                if disk is None or not _is_cleared(disk):
+                    expire_metadata(store, time.time())
+            except MillraceError as error:
+                _process.unexpired.add(store)
+                emit(Event(name="cache.disk.failed", subject=str(directory), detail=str(error)))
+            else:
+                _process.unexpired.discard(store)
 
     def metadata_within(self, max_age_seconds: float, since: float = -math.inf) -> MetadataCache | UncachedMetadata:
         """The same cached metadata as `metadata`, with another maximum age, and only from the time `since` on."""
@@ -449,6 +467,15 @@ class CacheNode:
         self._remove(disk, name)
 
 
+def _is_cleared(disk: Disk) -> bool:
+    """Drop all metadata on a disk; returns whether its index could be changed."""
+    try:
+        PageMap(disk.store.index).clear()
+    except StorageError:
+        return False
+    return True
+
+
 def _name_of(origin: Origin, info: ObjectInfo) -> ObjectName:
     return ObjectName(origin.identity, info.key, info.version)
 
@@ -460,7 +487,7 @@ class _Process:
         self.lock = threading.RLock()
         self.nodes: dict[CacheOptions, CacheNode] = {}
         self.disks: dict[Path, Disk] = {}
-        self.unopened: set[Path] = set()  # directories that could not be opened at the first attempt
+        self.unexpired: set[Path] = set()  # stores with metadata from before a write of this process
 
 
 _process = _Process()
@@ -544,16 +571,12 @@ def _disk(directory: Path, options: CacheOptions) -> Disk:
     with _process.lock:
         disk = _process.disks.get(directory)
         if disk is None:
-            try:
-                with disk_errors(directory.parent):
-                    make_folder(directory.parent)
-                disk = Disk(directory, options)
-            except StorageError:
-                _process.unopened.add(directory)
-                raise
-            if directory in _process.unopened:
-                # The changes that this process has made meanwhile are not in the index.
-                disk.store.index.metadata_since = time.time()
+            with disk_errors(directory.parent):
+                make_folder(directory.parent)
+            disk = Disk(directory, options)
+            if directory in _process.unexpired:
+                disk.signals.expire_metadata(time.time())
+                _process.unexpired.discard(directory)
             _process.disks[directory] = disk
     disk.limit(options)
     return disk

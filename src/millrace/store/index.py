@@ -15,7 +15,6 @@ How the records look: `records.py`.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,9 +55,6 @@ class Index(IndexTransactions):
     Every removal raises `signals`. Writes, and opening, raise `StorageError` when a writing process is stopped, and
     `DamagedIndexError` when the files are not an index, or were cut.
     """
-
-    metadata_since = -math.inf
-    """This process does not use metadata that was requested before this time (`time.time`)."""
 
     def stamp(self) -> Stamp | None:
         """The numbers to store with results that are looked up *after* this call; None while a change is in progress.

@@ -103,6 +103,18 @@ def check_directory(directory: Path) -> None:
             _require_format(directory, _read_marker(directory))
 
 
+def expire_metadata(directory: Path, moment: float) -> None:
+    """Expire the metadata that was requested before `moment` in the store in `directory`, if it exists, without opening it.
+
+    For a process that cannot open it, but has written to the origin. Raises the errors of `check_directory`.
+    """
+    check_directory(directory)
+    path = directory / "index" / SIGNALS_NAME
+    with disk_errors(directory):
+        if path.exists():
+            Signals(path).expire_metadata(moment)
+
+
 def boot_id() -> str:
     """The id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -35,6 +35,8 @@ passed in a row.
 """
 UNUSED, RETIRED = 4, 5
 """The word of processes that have none of their own, and the word that shows whether the index is retired."""
+METADATA_SINCE = 6
+"""The word with a time (`time.time`, a float): metadata that was requested before it is not used."""
 FIRST, WORDS = 8, 504
 """The words of processes. That of a process is not 0 while it has a transaction open."""
 RETIRED_MARK = int.from_bytes(b"gave up", "little")  # not a value that a damaged page is likely to hold
@@ -54,7 +56,7 @@ class Stamp(NamedTuple):
 class Signals:
     """The mapped page in the file `path`, created if it is missing. Thread- and process-safe, and usable after a fork.
 
-    Writing happens under LMDB's writers' lock only (see `Index`).
+    Except for `expire_metadata`, writing happens under LMDB's writers' lock only (see `Index`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,6 +74,8 @@ class Signals:
 
         Valid as long as it is referenced.
         """
+        self.times = memoryview(page).cast("d")
+        """The same words as floats, for `METADATA_SINCE`."""
 
     def read(self) -> Stamp:
         """Both numbers."""
@@ -85,10 +89,25 @@ class Signals:
         """Record that the transaction of this id, not yet committed, changes descriptions of the origin."""
         self.numbers[CHANGES] = transaction
 
-    def lower_to(self, transaction: int) -> None:
-        """Reset numbers of transactions that were never committed. Only under the lock of writers."""
+    def lower_to(self, transaction: int) -> bool:
+        """Lower numbers above this one; returns whether one is equal to it then. Only inside the transaction of this id.
+
+        That transaction must then commit: until it does, no process keeps results.
+        """
         for slot in (REMOVALS, CHANGES):
             self.numbers[slot] = min(self.numbers[slot], transaction)
+        if self.times[METADATA_SINCE] > (now := time.time()):  # the clock was set back, or the page is damaged
+            self.times[METADATA_SINCE] = now
+        return transaction in self.read()
+
+    def expire_metadata(self, moment: float) -> None:
+        """Expire the metadata that was requested before `moment`, for all processes, where no transaction is possible.
+
+        Without a lock. Of two processes that do this within the same microsecond, the earlier moment may remain.
+        """
+        if not self.times[METADATA_SINCE] >= moment:  # also for NaN, in a damaged page
+            self.times[METADATA_SINCE] = moment
+        self.numbers[CHANGES] += 1  # after it: what is looked up from now on is not older
 
 
 # --- processes that died in a transaction ---------------------------------------------------------

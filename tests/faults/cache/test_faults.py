@@ -93,6 +93,47 @@ def test_writes_with_a_full_cache_disk_succeed_and_are_visible(data: Path) -> No
         assert {fs.cat_file(name) for name in [*names, str(path)]} == {b"newer"}
 
 
+READER_ON_TWO_DISKS = """
+import sys
+import millrace
+from millrace.runtime.failures import FailingDiskError
+
+*directories, folder = sys.argv[1:]
+paths = [f"{folder}/file{number}" for number in range(8)]
+fs = millrace.filesystem("file", cache_dir=directories, min_free=0, consistency="immutable")
+for line in sys.stdin:
+    if line == "fail\\n":
+        min(fs.node.open_disks, key=lambda disk: disk.store.directory).report(FailingDiskError("no disk", next_step=""))
+    elif line == "write\\n":
+        fs.pipe({path: b"new" for path in paths})
+    else:
+        print(*{fs.open_input_file(path).read() for path in paths}, flush=True)
+        continue
+    print(flush=True)
+"""
+
+
+@pytest.mark.parametrize("of", ["writer", "reader"])
+def test_write_when_a_disk_failed_in_one_process_leaves_no_older_bytes_to_another(data: Path, of: str) -> None:
+    """A node's metadata is on the first disk that a process can use. So the two use different ones."""
+    log = data / "log"
+    program = (node_server(), READER_ON_TWO_DISKS, f"{data}/one", f"{data}/two", str(data))
+    for number in range(8):
+        (data / f"file{number}").write_bytes(b"old")
+
+    def send(process: ForkedProcess, line: str) -> bytes:
+        process.stdin.write(f"{line}\n".encode())
+        process.stdin.flush()
+        return process.stdout.readline().strip()
+
+    with ForkedProcess(*program, log=log, pipes=True) as writer, ForkedProcess(*program, log=log, pipes=True) as reader:
+        assert [send(process, "read") for process in (writer, reader, reader)] == [b"b'old'"] * 3
+        send(writer if of == "writer" else reader, "fail")
+        assert [send(reader, "read") for _ in range(3)] == [b"b'old'"] * 3
+        send(writer, "write")
+        assert [send(reader, "read") for _ in range(3)] == [b"b'new'"] * 3, log.read_text()
+
+
 @pytest.mark.slow
 def test_killed_readers_lose_no_returned_bytes(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = data / "cache"

@@ -65,13 +65,13 @@ def data(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def stopped_writer(cache: Path, data: Path) -> Iterator[None]:
+def stopped_writer(cache: Path, data: Path) -> Iterator[ForkedProcess]:
     """A process that is stopped in the middle of a transaction, until the end of the block."""
     log = data / "writer.log"
     with ForkedProcess(node_server(), WRITER, str(cache), str(data), log=log, pipes=True) as writer:
         assert writer.stdout.readline() == b"writing\n", log.read_text()
         os.kill(writer.pid, signal.SIGSTOP)
-        yield
+        yield writer
 
 
 @pytest.fixture
@@ -171,6 +171,56 @@ def test_write_that_fails_next_to_a_stopped_writer_leaves_no_older_bytes(data: P
             fs.rm_file(path)
         with pytest.raises(FileNotFoundError):
             fs.cat_file(path)
+    close_nodes()
+
+
+REPEATED_READER = """
+import sys
+import millrace
+
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0, consistency="immutable")
+for line in sys.stdin:
+    print(len(fs.open_input_file(sys.argv[2]).read()), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_write_next_to_a_stopped_writer_leaves_no_older_bytes_to_other_processes(
+    data: Path, has_cache: bool, is_killed: bool
+) -> None:
+    """They returned them as long as their metadata was fresh, here without limit."""
+    path, cache, log = f"{data}/small.bin", data / "cache", data / "reader.log"
+
+    def length(reader: ForkedProcess) -> int:
+        reader.stdin.write(b"\n")
+        reader.stdin.flush()
+        return int(reader.stdout.readline())
+
+    def write() -> None:
+        fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, consistency="immutable")
+        assert bool(fs.node.open_disks) == has_cache
+        if has_cache:
+            with pytest.raises(StorageError, match="does not continue"):
+                fs.pipe_file(path, b"new")
+        else:
+            fs.pipe_file(path, b"new")
+
+    if has_cache:
+        assert millrace.filesystem("file", cache_dir=str(cache), min_free=0, consistency="immutable").node.open_disks
+    program = (node_server(), REPEATED_READER, str(cache), path)
+    with ForkedProcess(*program, log=log, pipes=True) as first, ForkedProcess(*program, log=log, pipes=True) as other:
+        for reader in (first, first, first, other):
+            assert length(reader) == 100_000
+        with stopped_writer(cache, data) as writer:
+            write()
+            assert length(first) == 3
+            if is_killed:
+                writer.kill()
+        with ForkedProcess(*program, log=log, pipes=True) as later:
+            assert length(later) == 3
+        assert [length(reader) for reader in (other, first, first)] == [3, 3, 3], log.read_text()
     close_nodes()
 
 

@@ -1,10 +1,12 @@
 import fcntl
 import itertools
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from millrace.errors import StorageError
 from millrace.runtime.locks import is_byte_locked
 from millrace.store.index import Index
 from millrace.store.records import Entry, ObjectName, SegmentRecord
-from millrace.store.signals import FIRST, REMOVALS, WORDS
+from millrace.store.signals import FIRST, METADATA_SINCE, REMOVALS, WORDS
 from millrace.store.transactions import SIGNALS_NAME, WRITE_LOCK_NAME, Table, Writing
 
 NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
@@ -252,6 +254,40 @@ def test_signal_of_killed_process_is_lowered_on_open(tmp_path: Path) -> None:
     index.close()
     index = Index(tmp_path)
     assert index.stamp() is not None
+    index.close()
+
+
+def test_metadata_expired_without_a_transaction_is_signalled_and_results_are_kept_again_after_an_open(
+    tmp_path: Path,
+) -> None:
+    index = Index(tmp_path)
+    fill(index)
+    index.meta_write(lambda txn: txn.put(b"a", b"a"), changed=True)  # the last transaction is a change
+    before = index.stamp()
+    index.signals.expire_metadata(12.5)
+    index.signals.expire_metadata(11.5)
+    assert index.signals.times[METADATA_SINCE] == 12.5
+    assert index.stamp() is None
+    index.close()
+    index = Index(tmp_path)
+    after = index.stamp()
+    assert before is not None
+    assert after is not None
+    assert after.changes not in (0, before.changes)
+    assert index.signals.times[METADATA_SINCE] == 12.5
+    index.close()
+
+
+@pytest.mark.parametrize("damaged", [math.nan, math.inf, -math.inf, 1e300])
+def test_damaged_time_in_the_signals_hides_no_metadata_after_an_open(tmp_path: Path, damaged: float) -> None:
+    index = Index(tmp_path)
+    index.signals.times[METADATA_SINCE] = damaged
+    index.close()
+    index = Index(tmp_path)
+    now = time.time()
+    assert not index.signals.times[METADATA_SINCE] > now
+    index.signals.expire_metadata(now + 1)
+    assert index.signals.times[METADATA_SINCE] == now + 1
     index.close()
 
 

@@ -55,7 +55,9 @@ class MetadataCache:
     `max_age_seconds` is 0 (request every time), `inf` (never request twice) or a time. Metadata that was requested before
     the time `since` is not used. Metadata that the origin declares immutable is never requested twice. `on_changed` is
     called with the old description of an object that has changed or was removed. `ahead` runs requests for pages that
-    a reader needs soon, in other threads. Thread- and process-safe. A disk error disables caching, not the request.
+    a reader needs soon, in other threads. `expire_elsewhere` is called after a write: it expires the metadata on the
+    other disks of this node, which processes use that cannot use this one. Thread- and process-safe. A disk error disables
+    caching, not the request.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class MetadataCache:
         clock: Callable[[], float] = time.time,
         source: MetadataSource | None = None,
         ahead: Executor | None = None,
+        expire_elsewhere: Callable[[], None] = lambda: None,
     ) -> None:
         self._map = pages
         self._locks = locks
@@ -79,6 +82,7 @@ class MetadataCache:
         self._clock = clock
         self._source = source or ORIGIN_METADATA
         self._ahead = ahead
+        self._expire_elsewhere = expire_elsewhere
 
     # --- objects ----------------------------------------------------------------------------------
 
@@ -105,8 +109,9 @@ class MetadataCache:
         requested again. The versions that were known are reported as changed. Earlier responses about the keys that are
         still in flight are not stored.
 
-        Raises `StorageError` when the index cannot be changed. Then this process does not use any older metadata.
+        Raises `StorageError` when the index cannot be changed. Then no process of this node uses any older metadata.
         """
+        self._expire_elsewhere()
         try:
             self._change(origin, keys)
         finally:
@@ -122,8 +127,8 @@ class MetadataCache:
             except DiskFullError:
                 self._make_space()
         except StorageError:  # such as a stopped process that writes
-            # The index still has the metadata of these keys. So this process does not use what was requested before.
-            self._map.since = self._clock()
+            # The index still has the metadata of these keys. So no process uses what was requested before.
+            self._map.expire(self._clock())
             raise
 
     def _make_space(self) -> None:
@@ -146,6 +151,7 @@ class MetadataCache:
 
     def invalidate_all(self) -> None:
         """Drop all cached metadata, for every process of this node. Cached blocks stay, and are found again."""
+        self._expire_elsewhere()
         self._map.clear()
 
     def freshness_of(self, origin: Origin, key: str) -> Freshness:
@@ -649,11 +655,14 @@ ORIGIN_METADATA: MetadataSource = OriginMetadata()
 class UncachedMetadata:
     """Replaces `MetadataCache` on a node without a usable disk: it stores nothing and requests everything.
 
-    Writes through it still invalidate the metadata that other nodes have cached.
+    Writes through it still invalidate the metadata that other processes and nodes have cached.
     """
 
-    def __init__(self, source: MetadataSource = ORIGIN_METADATA) -> None:
+    def __init__(
+        self, source: MetadataSource = ORIGIN_METADATA, *, expire_elsewhere: Callable[[], None] = lambda: None
+    ) -> None:
         self._source = source
+        self._expire_elsewhere = expire_elsewhere
 
     def known(self, origin: Origin, key: str) -> ObjectInfo | None:
         return None
@@ -665,6 +674,7 @@ class UncachedMetadata:
         return origin.head(key), 0.0
 
     def invalidate(self, origin: Origin, *keys: str) -> None:
+        self._expire_elsewhere()
         self._source.changed(origin, keys)
 
     def drop_outdated(self, origin: Origin, key: str) -> None:
@@ -674,7 +684,7 @@ class UncachedMetadata:
         return None
 
     def invalidate_all(self) -> None:
-        pass
+        self._expire_elsewhere()
 
     def remembered_directory(self, origin: Origin, prefix: str) -> bool:
         return False

@@ -61,6 +61,7 @@ from millrace.cache.metadata.pages import (
 )
 from millrace.origin import ObjectInfo
 from millrace.store.index import Index
+from millrace.store.signals import METADATA_SINCE
 from millrace.store.transactions import Writing
 
 _T = TypeVar("_T")
@@ -166,6 +167,7 @@ class PageMap:
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        self._times = index.signals.times
         self._spaces: dict[str, Space] = {}
         self._memory = PageMemory()
         self._last_level: tuple[tuple[str, str], Space] | None = None
@@ -189,12 +191,12 @@ class PageMap:
 
     @property
     def since(self) -> float:
-        """No user of the index in this process uses metadata that was requested before this time."""
-        return self._index.metadata_since
+        """No process uses metadata in this index that was requested before this time."""
+        return self._times[METADATA_SINCE]
 
-    @since.setter
-    def since(self, moment: float) -> None:
-        self._index.metadata_since = moment
+    def expire(self, moment: float) -> None:
+        """Set `since` to `moment`, where no transaction is possible."""
+        self._index.signals.expire_metadata(moment)
 
     def moment(self, identity: str, now: float) -> Moment:
         """The moment before a request to the origin. Also reads the origin's order again."""
