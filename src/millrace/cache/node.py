@@ -97,7 +97,7 @@ class CacheNode:
         self.closed = False
         self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
         self._failure: StorageError | None = None
-        self._reported: dict[Path, str] = {}
+        self._reported: set[tuple[Path, str]] = set()
         self._next_attempt, self._pause = math.inf, _FIRST_PAUSE_SECONDS
         if earlier is None:
             limit_arenas()
@@ -123,10 +123,7 @@ class CacheNode:
             try:
                 disks.append(_disk(store_directory(directory, self.options.folder), self.options))
             except StorageError as error:
-                if self._reported.get(directory) != str(error):
-                    self._reported[directory] = str(error)
-                    detail = f"no caching in this directory: {error}"
-                    emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
+                self._report_once(directory, f"no caching in this directory: {error}")
                 self._failure = error
                 is_stopped = is_stopped or isinstance(error, StoppedHolderError)
         if is_stopped and not disks:
@@ -136,6 +133,12 @@ class CacheNode:
             if disk not in known:  # it was added or replaced since the rules were set
                 self._copy_rules(known[0], disk)
         return disks
+
+    def _report_once(self, directory: Path, detail: str) -> None:
+        """Report an error of a cache directory, unless it was reported before."""
+        if (directory, detail) not in self._reported:
+            self._reported.add((directory, detail))
+            emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
 
     def open_again(self) -> bool:
         """Open the disks if none could be opened because another process was stopped; returns whether one was opened.
@@ -234,7 +237,7 @@ class CacheNode:
                     expire_metadata(store, time.time())
             except MillraceError as error:
                 _process.unexpired.add(store)
-                emit(Event(name="cache.disk.failed", subject=str(directory), detail=str(error)))
+                self._report_once(directory, f"other processes may use old metadata in this directory: {error}")
             else:
                 _process.unexpired.discard(store)
 

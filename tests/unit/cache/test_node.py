@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from tests.support.computed import ComputedOrigin
 
 from millrace.cache.counters import Counters
 from millrace.cache.metadata.metadata import ORIGIN_METADATA
-from millrace.cache.node import CacheNode, cache_node, open_node
+from millrace.cache.node import CacheNode, cache_node, close_nodes, open_node, store_directory
 from millrace.cache.reading.fetching import DirectSource
 from millrace.config import CacheOptions, resolve
 from millrace.events import Event
 from millrace.origin import ObjectInfo, Origin
 from millrace.store.records import BLOCK_BYTES
+from millrace.store.signals import METADATA_SINCE
 
 
 class Sources:
@@ -90,3 +92,27 @@ def test_node_without_a_usable_disk_has_the_same_error_when_it_is_opened_again(t
     for _ in range(opened):
         node = open_again(options_of(tmp_path / "file"), Sources())
     assert str(tmp_path / "file") in str(node.unusable())
+
+
+def test_writes_by_a_process_that_cannot_expire_metadata_report_it_once_and_expire_it_when_it_can(
+    tmp_path: Path, events: list[Event]
+) -> None:
+    origin = ComputedOrigin({"b/k": 10})
+    CacheNode(options_of(tmp_path)).close()
+    close_nodes()
+    folder = store_directory(tmp_path)
+    folder.rename(tmp_path / "aside")
+    folder.write_bytes(b"")  # no directory, so neither opening nor expiring is possible
+    node = CacheNode(options_of(tmp_path))
+    for _ in range(3):
+        node.metadata.invalidate(origin, "b/k")
+    details = [event.detail for event in events if event.name == "cache.disk.failed"]
+    assert [detail.partition(":")[0] for detail in details] == [
+        "no caching in this directory",
+        "other processes may use old metadata in this directory",
+    ]
+    folder.unlink()
+    (tmp_path / "aside").rename(folder)
+    before = time.time()
+    (disk,) = CacheNode(options_of(tmp_path)).open_disks
+    assert disk.signals.times[METADATA_SINCE] >= before
