@@ -77,6 +77,7 @@ class MetadataCache:
         self._map = pages
         self._locks = locks
         self._freshness = Freshness(max_age_seconds, since)
+        self._latest = (-math.inf, self._freshness)
         self._on_changed = on_changed
         self._report_disk = report
         self._clock = clock
@@ -158,8 +159,11 @@ class MetadataCache:
         """For how long the metadata of an object, or of a directory's content, is fresh."""
         if origin.is_immutable(key):
             return ALWAYS_FRESH
-        freshness, since = self._freshness, self._map.since
-        return freshness if since <= freshness.since else freshness._replace(since=since)
+        since, freshness = self._latest
+        if since != (now := self._map.since):  # once: this is part of every first open
+            freshness = self._freshness._replace(since=max(self._freshness.since, now))
+            self._latest = (now, freshness)
+        return freshness
 
     def known_in(
         self, txn: Transaction, identity: str, key: str, freshness: Freshness, *, changes: int | None = None
