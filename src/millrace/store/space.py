@@ -28,7 +28,7 @@ _EXACT_BYTES = 1 << 30
 _RESERVED_SECONDS = 60.0
 _SLACK_SECONDS = 0.05
 _RESERVE_ATTEMPTS = 4
-_RESERVE_PAUSE_SECONDS = 0.004
+_RESERVE_SECONDS = 1.0
 
 CLOSE_LOOK_SECONDS = 0.05
 REMEMBERED_SECONDS = 2.0
@@ -76,7 +76,8 @@ class Space:
         self._resized = resized
         self._on_failure = on_failure
         self._reserved = 0
-        self._lock = threading.Lock()
+        self._released = 0  # so far
+        self._changed = threading.Condition(threading.Lock())
         self._owner = os.urandom(16)
         self._announced = False
         self._slack = _Slack()
@@ -113,11 +114,12 @@ class Space:
     def reserve(self, nbytes: int, *, wait: bool = True) -> bool:
         """Reserve space until `release`. False if there is none, or the disk fails.
 
-        With `wait`, waits for a moment where that may help, see `is_in_doubt`. Other processes see the reservation when the
-        store is nearly full (the last eighth, or 1 GiB if that is more). A reservation ends by itself after a minute.
+        With `wait`, waits for the end of present reservations where that may help, see `is_in_doubt`. Other processes see
+        the reservation when the store is nearly full (the last eighth, or 1 GiB if that is more). A reservation ends by
+        itself after a minute.
         """
         for _ in range(_RESERVE_ATTEMPTS):
-            with self._lock:
+            with self._changed:
                 in_doubt = False
                 try:
                     granted = self._reserve(nbytes)
@@ -126,15 +128,19 @@ class Space:
                     self._on_failure(error)
                     granted = False
                 self._reserved += nbytes if granted else 0
-            if granted or not (in_doubt and wait):
-                return granted
-            time.sleep(_RESERVE_PAUSE_SECONDS)
+                if granted or not (in_doubt and wait):
+                    return granted
+                ended = self._released + self._reserved
+                if not self._changed.wait_for(lambda: self._released >= ended, _RESERVE_SECONDS):  # noqa: B023
+                    return False
         return False
 
     def release(self, nbytes: int) -> None:
         """End a reservation: the bytes were written, or will not be."""
-        with self._lock:
+        with self._changed:
             self._reserved -= nbytes
+            self._released += nbytes
+            self._changed.notify_all()
             if self._announced:
                 try:
                     self._index.release(self._owner, self._reserved)

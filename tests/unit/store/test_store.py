@@ -1,5 +1,7 @@
 import os
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -261,4 +263,19 @@ def test_reservation_after_lower_limit_is_refused(tmp_path: Path) -> None:
     assert not store.space.reserve(1000)
     store.space.set_limits(capacity=Amount(nbytes=1 << 40), min_free=Amount(share=1.0))
     assert not store.space.reserve(1000)
+    store.close()
+
+
+def test_reservation_while_a_written_block_counts_twice_waits_for_its_release(tmp_path: Path) -> None:
+    """It was refused after 16 ms, so a load of as much as the capacity left objects out on a busy machine."""
+    store = make_store(tmp_path / "s", capacity_bytes=2 * BLOCK)
+    assert store.space.reserve(BLOCK)
+    write(store, NAME, os.urandom(BLOCK))
+    assert not store.space.reserve(BLOCK, wait=False)
+    with ThreadPoolExecutor() as pool:
+        granted = pool.submit(store.space.reserve, BLOCK)
+        time.sleep(0.1)
+        store.space.release(BLOCK)
+        assert granted.result(10)
+    assert not store.space.reserve(1, wait=False)
     store.close()

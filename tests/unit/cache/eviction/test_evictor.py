@@ -538,21 +538,25 @@ def test_wait_for_a_block_that_counts_twice_lets_other_threads_evict(
         read(node, origin, key)
     catalog.pin(node, (origin.identity, "b/kept"))
     evictor, space = node.open_disks[0].evictor, node.open_disks[0].store.space
-    replace, others_evict = evictor._replace, []
+    replace = evictor._replace
 
     def replace_for_another(*arguments: Any) -> bool:
         return replace(*arguments) and space.reserve(SIZE)
 
-    def wait(seconds: float) -> None:
-        others_evict.append(in_other_thread(lambda: evictor._exclusively(lambda: True, 0.0)))
+    def evict_in_the_wait() -> bool:
+        wait_until(lambda: space._changed._waiters)
+        evicted = evictor._exclusively(lambda: True, 0.0)
         space.release(SIZE)
+        return evicted
 
     monkeypatch.setattr(evictor, "_replace", replace_for_another)
-    monkeypatch.setattr("millrace.store.space.time.sleep", wait)
+    monkeypatch.setattr("millrace.store.space._RESERVE_SECONDS", 300.0)
     name = ObjectName(origin.identity, "b/kept/0", "1")
 
-    assert evictor.reserve(SIZE, Candidate(b"kept".ljust(16), SIZE, lambda: name, lambda: "b/kept"))
-    assert others_evict == [True]
+    with ThreadPoolExecutor() as pool:
+        others_evict = pool.submit(evict_in_the_wait)
+        assert evictor.reserve(SIZE, Candidate(b"kept".ljust(16), SIZE, lambda: name, lambda: "b/kept"))
+        assert others_evict.result(300)
 
 
 def test_processes_reserve_space_together(make_node: Callable[..., CacheNode]) -> None:
