@@ -126,7 +126,7 @@ class CacheNode:
                 self._report_once(directory, f"no caching in this directory: {error}")
                 self._failure = error
                 is_stopped = is_stopped or isinstance(error, StoppedHolderError)
-        if is_stopped and not disks:
+        if is_stopped:
             self._next_attempt = time.monotonic() + self._pause
         known = [disk for disk in disks if disk.rules.exists()]
         for disk in disks if known else ():
@@ -141,20 +141,21 @@ class CacheNode:
             emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
 
     def open_again(self) -> bool:
-        """Open the disks if none could be opened because another process was stopped; returns whether one was opened.
+        """Open disks that could not be opened because another process was stopped; returns whether one was opened.
 
         Does nothing between two attempts, which are further and further apart.
         """
         if time.monotonic() < self._next_attempt:
             return False
         self._next_attempt, self._pause = math.inf, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
-        disks = self._open_disks()
-        if not disks:
+        earlier, disks = self._disks, self._open_disks()
+        if len(disks) <= len(earlier):
             return False
         self._weights, self._disks = self._weights_of(disks), disks
         self._metadata, self._metadata_disk = self._remember_on_one_disk()
         for disk in disks:
-            emit(Event(name="cache.disk.opened", subject=str(disk.store.directory)))
+            if disk not in earlier:
+                emit(Event(name="cache.disk.opened", subject=str(disk.store.directory)))
         return True
 
     def _weights_of(self, disks: Sequence[Disk]) -> dict[str, float]:

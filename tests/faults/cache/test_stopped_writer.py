@@ -139,6 +139,21 @@ def test_process_that_starts_next_to_a_stopped_writer_uses_the_cache_later(data:
 
 
 @pytest.mark.slow
+def test_process_that_starts_next_to_a_stopped_writer_uses_its_other_disk_and_later_both(data: Path) -> None:
+    path, directories = f"{data}/small.bin", [str(data / name) for name in ("cache", "other")]
+    with stopped_writer(data / "cache", data):
+        fs = millrace.filesystem("file", cache_dir=directories, min_free=0, consistency="immutable")
+        (other,) = fs.node.open_disks
+        assert fs.cat_file(path) == (data / "small.bin").read_bytes()
+        fs.pipe_file(path, b"new")
+        assert fs.cat_file(path) == b"new"
+    wait_until(lambda: len(fs.node.open_disks) == 2)
+    assert fs.node.open_disks[1] is other
+    assert fs.cat_file(path) == b"new"
+    close_nodes()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["status"], ["ls"], ["free", "file:///nothing"], ["resize", "1GB"]])
 def test_command_with_stopped_writer_ends_with_the_cause(stopped: Path, command: list[str]) -> None:
     ended = run(COMMAND, *command, "--cache-dir", stopped)
