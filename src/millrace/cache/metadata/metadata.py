@@ -112,11 +112,13 @@ class MetadataCache:
 
         Raises `StorageError` when the index cannot be changed. Then no process of this node uses any older metadata.
         """
-        self._expire_elsewhere()
         try:
             self._change(origin, keys)
-        finally:
-            doubtful = self._source.changed(origin, keys)  # also after a disk error: other nodes must drop it
+        finally:  # also after a disk error: others must drop it
+            try:
+                self._expire_elsewhere()
+            finally:
+                doubtful = self._source.changed(origin, keys)
         if doubtful:
             # Other processes of this node may have received an older response from a node that had not dropped it yet.
             self._change(origin, keys)
@@ -678,8 +680,10 @@ class UncachedMetadata:
         return origin.head(key), 0.0
 
     def invalidate(self, origin: Origin, *keys: str) -> None:
-        self._expire_elsewhere()
-        self._source.changed(origin, keys)
+        try:
+            self._expire_elsewhere()
+        finally:
+            self._source.changed(origin, keys)
 
     def drop_outdated(self, origin: Origin, key: str) -> None:
         self.invalidate(origin, key)
