@@ -1,7 +1,8 @@
+import contextlib
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tests.support.clocks import Clock
 from tests.support.indexes import fail_on
 from tests.support.origins import MemoryOrigin
 
-from millrace.cache.metadata.metadata import MetadataCache
+from millrace.cache.metadata.metadata import MetadataCache, OriginMetadata, UncachedMetadata
 from millrace.cache.metadata.page_map import PageMap
 from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.errors import DeniedError, DiskFullError, ObjectNotFoundError, OriginUnavailableError
@@ -287,6 +288,36 @@ def test_invalidation_in_a_full_index_waits_for_pages_that_are_still_read(
     monkeypatch.setattr(PageMap, "clear", full)
     with pytest.raises(DiskFullError):
         cache.invalidate(origin, "b/d/k")
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_invalidation_interrupted_on_another_disk_reaches_other_nodes(
+    index: Index, tmp_path: Path, is_cached: bool
+) -> None:
+    invalidated = []
+
+    class Source(OriginMetadata):
+        def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
+            invalidated.extend(keys)
+            return False
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.closing(NamedLocks(tmp_path / "locks")) as locks:
+        cached = MetadataCache(
+            PageMap(index),
+            locks,
+            max_age_seconds=60.0,
+            on_changed=lambda *_: None,
+            report=fail_on,
+            source=Source(),
+            expire_elsewhere=interrupt,
+        )
+        metadata = cached if is_cached else UncachedMetadata(Source(), expire_elsewhere=interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            metadata.invalidate(MemoryOrigin(), "b/k")
+    assert invalidated == ["b/k"]
 
 
 def test_invalidation_removes_the_old_version(make: Make) -> None:
