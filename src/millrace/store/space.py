@@ -28,7 +28,8 @@ _EXACT_BYTES = 1 << 30
 _RESERVED_SECONDS = 60.0
 _SLACK_SECONDS = 0.05
 _RESERVE_ATTEMPTS = 4
-_RESERVE_SECONDS = 1.0
+_RESERVE_SECONDS = 1.0  # for which a reservation waits for others
+_RESERVE_PAUSE_SECONDS = 0.004
 
 CLOSE_LOOK_SECONDS = 0.05
 REMEMBERED_SECONDS = 2.0
@@ -77,7 +78,8 @@ class Space:
         self._on_failure = on_failure
         self._reserved = 0
         self._released = 0  # so far
-        self._changed = threading.Condition(threading.Lock())
+        # Not a condition: an interrupt in its methods, which are written in Python, would leave it locked.
+        self._lock = threading.Lock()
         self._owner = os.urandom(16)
         self._announced = False
         self._slack = _Slack()
@@ -119,7 +121,7 @@ class Space:
         itself after a minute.
         """
         for _ in range(_RESERVE_ATTEMPTS):
-            with self._changed:
+            with self._lock:
                 in_doubt = False
                 try:
                     granted = self._reserve(nbytes)
@@ -128,19 +130,25 @@ class Space:
                     self._on_failure(error)
                     granted = False
                 self._reserved += nbytes if granted else 0
-                if granted or not (in_doubt and wait):
-                    return granted
-                ended = self._released + self._reserved
-                if not self._changed.wait_for(lambda: self._released >= ended, _RESERVE_SECONDS):  # noqa: B023
-                    return False
+                present = self._released + self._reserved
+            if granted or not (in_doubt and wait) or not self._wait_for(present):
+                return granted
         return False
+
+    def _wait_for(self, released: int) -> bool:
+        """Wait until so many bytes were released; False if that takes too long."""
+        deadline = time.monotonic() + _RESERVE_SECONDS
+        while self._released < released:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_RESERVE_PAUSE_SECONDS)
+        return True
 
     def release(self, nbytes: int) -> None:
         """End a reservation: the bytes were written, or will not be."""
-        with self._changed:
+        with self._lock:
             self._reserved -= nbytes
             self._released += nbytes
-            self._changed.notify_all()
             if self._announced:
                 try:
                     self._index.release(self._owner, self._reserved)

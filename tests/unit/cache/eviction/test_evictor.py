@@ -538,19 +538,20 @@ def test_wait_for_a_block_that_counts_twice_lets_other_threads_evict(
         read(node, origin, key)
     catalog.pin(node, (origin.identity, "b/kept"))
     evictor, space = node.open_disks[0].evictor, node.open_disks[0].store.space
-    replace = evictor._replace
+    replace, wait_for, is_waiting = evictor._replace, space._wait_for, threading.Event()
 
     def replace_for_another(*arguments: Any) -> bool:
         return replace(*arguments) and space.reserve(SIZE)
 
     def evict_in_the_wait() -> bool:
-        wait_until(lambda: space._changed._waiters)
+        assert is_waiting.wait(300)
         evicted = evictor._exclusively(lambda: True, 0.0)
         space.release(SIZE)
         return evicted
 
     monkeypatch.setattr(evictor, "_replace", replace_for_another)
     monkeypatch.setattr("millrace.store.space._RESERVE_SECONDS", 300.0)
+    monkeypatch.setattr(space, "_wait_for", lambda released: is_waiting.set() or wait_for(released))
     name = ObjectName(origin.identity, "b/kept/0", "1")
 
     with ThreadPoolExecutor() as pool:
