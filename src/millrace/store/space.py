@@ -105,8 +105,10 @@ class Space:
         return self.shortage(nbytes) <= 0
 
     def is_in_doubt(self, nbytes: int) -> bool:
-        """Whether `nbytes` may fit in a moment: a block of this process counts twice between its write and its `release`."""
-        return self._reserved > 0 and self.shortage(nbytes) <= self._reserved
+        """Whether `nbytes` fit by now, or may fit in a moment: a block of this process counts twice between its write and
+        its `release`.
+        """
+        return self.shortage(nbytes) <= self._reserved
 
     def leaves_min_free(self, nbytes: int) -> bool:
         """Whether `nbytes` more leave the disk above `min_free`. Ignores the capacity."""

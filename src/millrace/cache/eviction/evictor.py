@@ -49,7 +49,7 @@ _MOST_REFUSALS = 4096
 _TURN_SECONDS = 0.05
 _SHORT_TURN_SECONDS, _LONG_TURN_SECONDS = 2.0, 10.0
 _TURN_PAUSES = (0.0005, 0.02)  # first and longest pause between two attempts
-_DRAWS = 8  # consecutive draws that may contain nothing to evict
+_DRAWS = 8  # consecutive draws that may contain nothing to evict, each twice as large as the one before
 _TAKEN_OF_A_DRAW = 4  # this fraction (1/n) of a large draw is evicted before the next draw
 _PIN_ATTEMPTS = 5
 _PIN_SECONDS = 1.0  # for which a pin waits for others that evict or write
@@ -273,8 +273,8 @@ class Evictor:
     ) -> bool | None:
         """Evict if needed, reserve the space and count it for the quota of `place`, under the lock of the node's evictors.
 
-        None if that may succeed a moment later: another evictor has the lock or, if `wait`, a block that is being written
-        counts twice.
+        None if that may succeed a moment later: another evictor has the lock, another thread took the space or, if `wait`, a
+        block that is being written counts twice.
         """
         is_final = made = False
 
@@ -286,8 +286,8 @@ class Evictor:
             over = place if excess > 0 else None
             shortage = max(excess, self._shortage(nbytes))
             made = shortage <= 0 or self._replace(shortage, candidate, over)
-            is_final = made or not (wait and self._store.space.is_in_doubt(nbytes))
-            if not made and is_final:
+            is_final = not made and not (wait and self._store.space.is_in_doubt(nbytes))
+            if is_final:
                 pause = _REFUSAL_FACTOR * (time.thread_time() - started)
                 now = time.monotonic()
                 self._refused_until = now + pause
@@ -318,7 +318,7 @@ class Evictor:
         victims = {} if over is not None else self._copies_to_go(shortage, candidate, rules, places)
         empty = 0
         while shortage > sum(victim.nbytes for victim in victims.values()):
-            draw = self._draw(SAMPLE_SIZE, rules, over)
+            draw = self._draw(SAMPLE_SIZE << empty, rules, over)
             sample = self._evictable(draw, rules, places, but={candidate.key, *victims})
             if not sample:
                 empty += 1
