@@ -560,6 +560,45 @@ def test_wait_for_a_block_that_counts_twice_lets_other_threads_evict(
         assert others_evict.result(300)
 
 
+def test_pin_whose_space_other_threads_take_waits_for_more(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After five such losses it was refused."""
+    monkeypatch.setattr("millrace.cache.eviction.evictor._PIN_SECONDS", 300.0)  # however busy the machine is
+    origin = ComputedOrigin(objects(12))
+    node = make_node(capacity=12 * SIZE)
+    for key in objects(12):
+        read(node, origin, key)
+    catalog.pin(node, (origin.identity, "b/kept"))
+    evictor, space = node.open_disks[0].evictor, node.open_disks[0].store.space
+    replace, taken = evictor._replace, []
+
+    def replace_for_another(*arguments: Any) -> bool:
+        made = replace(*arguments)
+        if len(taken) < 8:
+            taken.append(space.reserve(SIZE))
+        return made
+
+    monkeypatch.setattr(evictor, "_replace", replace_for_another)
+    monkeypatch.setattr("millrace.store.space._RESERVE_SECONDS", 0.0)
+    name = ObjectName(origin.identity, "b/kept/0", "1")
+    assert evictor.reserve(SIZE, Candidate(b"kept".ljust(16), SIZE, lambda: name, lambda: "b/kept"))
+    assert taken == [True] * 8
+
+
+def test_pin_replaces_the_only_unit_that_is_not_pinned(make_node: Callable[..., CacheNode]) -> None:
+    """Eight draws of eight units missed it."""
+    count = 100
+    kept = objects(count, folder="kept")
+    origin = ComputedOrigin({**kept, **objects(1)})
+    node = make_node(capacity=count * SIZE)
+    catalog.pin(node, (origin.identity, "b/kept"))
+    *first, last = kept
+    for key in [*objects(1), *first, last]:
+        read(node, origin, key)
+    assert all(is_here(node, origin, key) for key in kept)
+
+
 def test_processes_reserve_space_together(make_node: Callable[..., CacheNode]) -> None:
     node = make_node(capacity=10 * SIZE)
     store = node.open_disks[0].store
