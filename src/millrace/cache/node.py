@@ -148,14 +148,14 @@ class CacheNode:
         if time.monotonic() < self._next_attempt:
             return False
         self._next_attempt, self._pause = math.inf, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
-        earlier, disks = self._disks, self._open_disks()
-        if len(disks) <= len(earlier):
+        new = [disk for disk in self._open_disks() if disk not in self._disks]
+        if not new:
             return False
+        disks = [*self._disks, *new]
         self._weights, self._disks = self._weights_of(disks), disks
         self._metadata, self._metadata_disk = self._remember_on_one_disk()
-        for disk in disks:
-            if disk not in earlier:
-                emit(Event(name="cache.disk.opened", subject=str(disk.store.directory)))
+        for disk in new:
+            emit(Event(name="cache.disk.opened", subject=str(disk.store.directory)))
         return True
 
     def _weights_of(self, disks: Sequence[Disk]) -> dict[str, float]:
@@ -210,7 +210,7 @@ class CacheNode:
         # The same disk in all processes, also if their options name the directories in another order.
         disk = min(self.open_disks, key=lambda each: each.store.directory, default=None)
         if disk is None:
-            return UncachedMetadata(self.metadata_source, expire_elsewhere=self._expire_elsewhere), None
+            return UncachedMetadata(self.metadata_source, expire_elsewhere=partial(self._expire_metadata, None)), None
         return self._remember_on(disk, self.options.max_age_seconds), disk
 
     def _remember_on(self, disk: Disk, max_age_seconds: float, since: float = -math.inf) -> MetadataCache:
@@ -223,18 +223,23 @@ class CacheNode:
             report=disk.report,
             source=self.metadata_source,
             ahead=self._threads.ahead,
-            expire_elsewhere=partial(self._expire_elsewhere, disk),
+            expire_elsewhere=partial(self._expire_metadata, disk),
         )
 
-    def _expire_elsewhere(self, own: Disk | None = None) -> None:
-        """Expire the metadata on all disks but `own`. A process that cannot use `own` has its metadata there."""
+    def _expire_metadata(self, disk: Disk | None, own: bool) -> None:
+        """Expire the metadata on all disks but `disk`. A process that cannot use `disk` has its metadata there.
+
+        `own`: also on `disk`, whose index this process cannot change. Another process may have replaced it by a new one.
+        """
         for directory in self.options.cache_dirs:
             store = store_directory(directory, self.options.folder)
-            if own is not None and store == own.store.directory:
+            is_own = disk is not None and disk.store.directory == store
+            if is_own and not own:
                 continue
+            others = (each for each in self.open_disks if each.store.directory == store and not is_own)
+            other = next(others, None)
             try:
-                disk = next((each for each in self.open_disks if each.store.directory == store), None)
-                if disk is None or not _is_cleared(disk):
+                if other is None or not _is_cleared(other):
                     expire_metadata(store, time.time())
             except MillraceError as error:
                 _process.unexpired.add(store)
@@ -288,7 +293,7 @@ class CacheNode:
         if isinstance(metadata, UncachedMetadata):
             return None
         try:
-            first = look_up(disk, metadata, origin.identity, key, metadata.freshness_of(origin, key))
+            first = look_up(disk, metadata, origin, key)
         except StorageError:
             return None  # the slow path raises the same error and reports it
         if first is not None:
@@ -475,7 +480,8 @@ def _is_cleared(disk: Disk) -> bool:
     """Drop all metadata on a disk; returns whether its index could be changed."""
     try:
         PageMap(disk.store.index).clear()
-    except StorageError:
+    except StorageError as error:
+        disk.report(error)
         return False
     return True
 

@@ -1,9 +1,9 @@
 """From a path to an object: the key that a path names, and the results of recent opens of this process.
 
 An open looks up the object of the path, whether all of it is cached, and where. With the result, the next open of the same
-path costs about a microsecond. Results are valid until a write or a removal increments a number in a page that all processes
-of the node map (`signals.py`), or until the metadata expires. An entry contains those numbers and that time, and a hit
-compares them instead of repeating the lookups.
+path costs about a microsecond. Results are valid until a write, a removal or an expiry of all metadata changes a number in a
+page that all processes of the node map (`signals.py`), or until the metadata is stale. An entry contains those numbers and
+that time, and a hit compares them instead of repeating the lookups.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from millrace.store.records import (
     pack_pages,
     unpack_block,
 )
-from millrace.store.signals import Stamp
+from millrace.store.signals import CHANGE_ID, Stamp
 from millrace.store.transactions import Cursor, IndexTransactions, Reading, Writing
 
 _T = TypeVar("_T")
@@ -67,7 +67,7 @@ class Index(IndexTransactions):
                 visible = txn.id()
         except lmdb.Error as error:
             raise self._failed(error) from error
-        return Stamp(removals, changes) if removals <= visible and changes <= visible else None
+        return Stamp(removals, changes) if removals <= visible and changes & CHANGE_ID <= visible else None
 
     def look(self, read: Callable[[Reading], _T]) -> _T:
         """The result of `read`, called with a transaction on metadata, in which `get_in` looks up objects.

@@ -96,8 +96,8 @@ def open_directory(directory: Path, rebuild: Rebuild, *, on_dropped: Callable[[]
 
 def check_directory(directory: Path) -> None:
     """Raise the errors of `open_directory` that the content of `directory` causes, if it exists. Changes nothing."""
-    if directory.exists():
-        with disk_errors(directory):
+    with disk_errors(directory):
+        if directory.exists():
             require_folder(directory)
             _require_plain(directory)
             _require_format(directory, _read_marker(directory))

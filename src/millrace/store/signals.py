@@ -14,6 +14,7 @@ The page also contains a word for each process, by which the next process finds 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
@@ -35,12 +36,16 @@ passed in a row.
 """
 UNUSED, RETIRED = 4, 5
 """The word of processes that have none of their own, and the word that shows whether the index is retired."""
+CHANGE_ID = (1 << 48) - 1
+"""The bits of `CHANGES` with the id of a transaction. Those above count expiries (`expire_metadata`)."""
 METADATA_SINCE = 6
 """The word with a time (`time.time`, a float): metadata that was requested before it is not used."""
 FIRST, WORDS = 8, 504
 """The words of processes. That of a process is not 0 while it has a transaction open."""
 RETIRED_MARK = int.from_bytes(b"gave up", "little")  # not a value that a damaged page is likely to hold
 
+_EXPIRIES = 4 * CHANGES + 3  # the highest 16 bits of the word, on processors of today, which are little-endian
+_AT_ONCE_SECONDS = 0.001
 _AGAIN_SECONDS = 60.0
 _MOST_CHECKS = 1
 _MOST_CHECKS_IN_USE = 8  # while other processes use the index: they would lose the cache
@@ -76,6 +81,7 @@ class Signals:
         """
         self.times = memoryview(page).cast("d")
         """The same words as floats, for `METADATA_SINCE`."""
+        self._halves = memoryview(page).cast("H")
 
     def read(self) -> Stamp:
         """Both numbers."""
@@ -87,27 +93,29 @@ class Signals:
 
     def changed(self, transaction: int) -> None:
         """Record that the transaction of this id, not yet committed, changes descriptions of the origin."""
-        self.numbers[CHANGES] = transaction
+        self.numbers[CHANGES] = self.numbers[CHANGES] & ~CHANGE_ID | transaction
 
-    def lower_to(self, transaction: int) -> bool:
-        """Lower numbers above this one; returns whether one is equal to it then. Only inside the transaction of this id.
-
-        That transaction must then commit: until it does, no process keeps results.
-        """
-        for slot in (REMOVALS, CHANGES):
-            self.numbers[slot] = min(self.numbers[slot], transaction)
+    def lower_to(self, transaction: int) -> None:
+        """Reset numbers of transactions that were never committed. Only under the lock of writers."""
+        self.numbers[REMOVALS] = min(self.numbers[REMOVALS], transaction)
+        if self.numbers[CHANGES] & CHANGE_ID > transaction:
+            self.changed(transaction)
         if self.times[METADATA_SINCE] > (now := time.time()):  # the clock was set back, or the page is damaged
             self.times[METADATA_SINCE] = now
-        return transaction in self.read()
 
     def expire_metadata(self, moment: float) -> None:
         """Expire the metadata that was requested before `moment`, for all processes, where no transaction is possible.
 
-        Without a lock. Of two processes that do this within the same microsecond, the earlier moment may remain.
+        Without a lock. A process that was interrupted in the middle may have replaced a later moment: it sets another one.
         """
-        if not self.times[METADATA_SINCE] >= moment:  # also for NaN, in a damaged page
-            self.times[METADATA_SINCE] = moment
-        self.numbers[CHANGES] += 1  # after it: what is looked up from now on is not older
+        began = -math.inf
+        while time.monotonic() - began > _AT_ONCE_SECONDS:
+            began = time.monotonic()
+            if not self.times[METADATA_SINCE] >= moment:  # also for NaN, in a damaged page
+                self.times[METADATA_SINCE] = moment
+            # After it: what is looked up from now on is not older.
+            self._halves[_EXPIRIES] = (self._halves[_EXPIRIES] + 1) & 0xFFFF  # the id stays: another process may set it
+            moment = max(moment, time.time())
 
 
 # --- processes that died in a transaction ---------------------------------------------------------
@@ -154,7 +162,7 @@ def retire(signals: Signals) -> None:
     signals.numbers[RETIRED] = RETIRED_MARK
     stamp = signals.read()
     signals.removed(stamp.removals + 1)
-    signals.changed(stamp.changes + 1)
+    signals.changed((stamp.changes & CHANGE_ID) + 1)
 
 
 def _passed_in_a_row(signals: Signals) -> int:

@@ -28,7 +28,7 @@ _EXACT_BYTES = 1 << 30
 _RESERVED_SECONDS = 60.0
 _SLACK_SECONDS = 0.05
 _RESERVE_ATTEMPTS = 4
-_RESERVE_SECONDS = 1.0  # for which a reservation waits for others
+_RESERVE_SECONDS = 0.25  # for which a reservation waits for others
 _RESERVE_PAUSE_SECONDS = 0.004
 
 CLOSE_LOOK_SECONDS = 0.05
@@ -122,6 +122,7 @@ class Space:
         the reservation when the store is nearly full (the last eighth, or 1 GiB if that is more). A reservation ends by
         itself after a minute.
         """
+        deadline = time.monotonic() + _RESERVE_SECONDS
         for _ in range(_RESERVE_ATTEMPTS):
             with self._lock:
                 in_doubt = False
@@ -133,13 +134,12 @@ class Space:
                     granted = False
                 self._reserved += nbytes if granted else 0
                 present = self._released + self._reserved
-            if granted or not (in_doubt and wait) or not self._wait_for(present):
+            if granted or not (in_doubt and wait) or not self._wait_for(present, deadline):
                 return granted
         return False
 
-    def _wait_for(self, released: int) -> bool:
+    def _wait_for(self, released: int, deadline: float) -> bool:
         """Wait until so many bytes were released; False if that takes too long."""
-        deadline = time.monotonic() + _RESERVE_SECONDS
         while self._released < released:
             if time.monotonic() > deadline:
                 return False

@@ -407,11 +407,8 @@ class IndexTransactions:
 
     def _open_tables(self) -> list[Table]:
         def define(txn: Any) -> list[Table]:
-            tables = [Table.named(name, self._env.open_db(name, txn=txn)) for name in _TABLES]
-            if self.signals.lower_to(txn.id()):  # a change, or LMDB does not commit
-                state = tables[_TABLES.index(b"state")]
-                txn.put(b"opened", state.seal(b"opened", pack_number(txn.id())), db=state.handle)
-            return tables
+            self.signals.lower_to(txn.id() - 1)
+            return [Table.named(name, self._env.open_db(name, txn=txn)) for name in _TABLES]
 
         tables = self._define(define)
         self._tables = {table.name: table for table in tables}

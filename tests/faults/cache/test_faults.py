@@ -16,6 +16,7 @@ from tests.support.small_disks import fill_disk, small_disk
 
 import millrace
 from millrace.cache.node import close_nodes
+from millrace.errors import StorageError
 from millrace.runtime.locks import NamedLocks
 
 
@@ -132,6 +133,35 @@ def test_write_when_a_disk_failed_in_one_process_leaves_no_older_bytes_to_anothe
         assert [send(reader, "read") for _ in range(3)] == [b"b'old'"] * 3
         send(writer, "write")
         assert [send(reader, "read") for _ in range(3)] == [b"b'new'"] * 3, log.read_text()
+
+
+def test_write_after_another_process_replaced_the_index_leaves_it_no_older_bytes(data: Path) -> None:
+    """The writing process expired metadata in the index that was replaced, also by all later writes."""
+    cache, log = data / "cache", data / "log"
+    paths = [f"{data}/file{number}" for number in range(8)]
+    for path in paths:
+        Path(path).write_bytes(b"old")
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, consistency="immutable")
+    assert fs.cat_file(paths[0]) == b"old"
+    (cache / "millrace/local/index/damaged").touch()
+    program = (node_server(), READER_ON_TWO_DISKS, str(cache), str(data))
+    with ForkedProcess(*program, log=log, pipes=True) as reader:
+
+        def check_reader(expected: bytes) -> None:
+            for _ in range(3):
+                reader.stdin.write(b"read\n")
+                reader.stdin.flush()
+                assert reader.stdout.readline().strip() == repr(expected).encode(), log.read_text()
+
+        check_reader(b"old")
+        with pytest.raises(StorageError, match="discarded"):
+            fs.pipe_file(paths[0], b"new")
+        for path in paths[1:]:
+            fs.pipe_file(path, b"new")
+        check_reader(b"new")
+        for path in paths:
+            fs.pipe_file(path, b"newer")
+        check_reader(b"newer")
 
 
 @pytest.mark.slow

@@ -116,3 +116,11 @@ def test_writes_by_a_process_that_cannot_expire_metadata_report_it_once_and_expi
     before = time.time()
     (disk,) = CacheNode(options_of(tmp_path)).open_disks
     assert disk.signals.times[METADATA_SINCE] >= before
+
+
+def test_write_with_a_cache_directory_that_cannot_be_looked_at_raises_nothing(
+    tmp_path: Path, events: list[Event]
+) -> None:
+    node = CacheNode(options_of(tmp_path / ("n" * 300)))
+    node.metadata.invalidate(ComputedOrigin({"b/k": 10}), "b/k")
+    assert any("other processes may use old metadata" in event.detail for event in events)

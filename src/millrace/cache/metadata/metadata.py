@@ -31,7 +31,9 @@ from millrace.cache.metadata.sources import (
 )
 from millrace.errors import DeniedError, DiskFullError, MillraceError, StorageError, UsageError
 from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
+from millrace.runtime.failures import FailingDiskError
 from millrace.runtime.locks import NamedLocks
+from millrace.store.environment import DamagedIndexError
 
 _log = logging.getLogger("millrace.cache")
 
@@ -56,8 +58,8 @@ class MetadataCache:
     the time `since` is not used. Metadata that the origin declares immutable is never requested twice. `on_changed` is
     called with the old description of an object that has changed or was removed. `ahead` runs requests for pages that
     a reader needs soon, in other threads. `expire_elsewhere` is called after a write: it expires the metadata on the
-    other disks of this node, which processes use that cannot use this one. Thread- and process-safe. A disk error disables
-    caching, not the request.
+    other disks of this node, which processes use that cannot use this one, and with `True` also in a new index on this disk.
+    Thread- and process-safe. A disk error disables caching, not the request.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class MetadataCache:
         clock: Callable[[], float] = time.time,
         source: MetadataSource | None = None,
         ahead: Executor | None = None,
-        expire_elsewhere: Callable[[], None] = lambda: None,
+        expire_elsewhere: Callable[[bool], None] = lambda own: None,
     ) -> None:
         self._map = pages
         self._locks = locks
@@ -110,29 +112,39 @@ class MetadataCache:
         requested again. The versions that were known are reported as changed. Earlier responses about the keys that are
         still in flight are not stored.
 
-        Raises `StorageError` when the index cannot be changed. Then no process of this node uses any older metadata.
+        Raises `StorageError` when the index cannot be changed. Then all metadata of this node expires, for all processes.
         """
+        self._invalidate(origin, keys, written=True)
+
+    def _invalidate(self, origin: Origin, keys: Sequence[str], *, written: bool) -> None:
+        try:
+            self._drop(origin, keys, written=written)
+        finally:  # also after a disk error: other nodes must drop it
+            if self._source.changed(origin, keys):
+                # Other processes of this node may have received an older response from a node that had not dropped it yet.
+                self._drop(origin, keys, written=written)
+
+    def _drop(self, origin: Origin, keys: Sequence[str], *, written: bool) -> None:
+        is_changed = False
         try:
             self._change(origin, keys)
-        finally:  # also after a disk error: others must drop it
-            try:
-                self._expire_elsewhere()
-            finally:
-                doubtful = self._source.changed(origin, keys)
-        if doubtful:
-            # Other processes of this node may have received an older response from a node that had not dropped it yet.
-            self._change(origin, keys)
+            is_changed = True
+        except (DamagedIndexError, FailingDiskError) as error:
+            self._report_disk(error)  # this process then stops using it
+            raise
+        finally:
+            if (
+                not is_changed
+            ):  # such as by a stopped process that writes: the index still has the metadata of these keys
+                self._map.expire(self._clock())
+            if written:
+                self._expire_elsewhere(not is_changed)
 
     def _change(self, origin: Origin, keys: Sequence[str]) -> None:
         try:
-            try:
-                self._report(origin, [self._map.change(origin.identity, key) for key in keys])
-            except DiskFullError:
-                self._make_space()
-        except StorageError:  # such as a stopped process that writes
-            # The index still has the metadata of these keys. So no process uses what was requested before.
-            self._map.expire(self._clock())
-            raise
+            self._report(origin, [self._map.change(origin.identity, key) for key in keys])
+        except DiskFullError:
+            self._make_space()
 
     def _make_space(self) -> None:
         """Drop all metadata of an index that cannot grow: this writes few pages, and leaves space for later changes.
@@ -150,11 +162,11 @@ class MetadataCache:
 
     def drop_outdated(self, origin: Origin, key: str) -> None:
         """Drop the metadata of a key that a read found to be outdated. A disk error is reported; the read continues."""
-        self._tolerantly(lambda: self.invalidate(origin, key), None)
+        self._tolerantly(lambda: self._invalidate(origin, [key], written=False), None)
 
     def invalidate_all(self) -> None:
         """Drop all cached metadata, for every process of this node. Cached blocks stay, and are found again."""
-        self._expire_elsewhere()
+        self._expire_elsewhere(False)
         self._map.clear()
 
     def freshness_of(self, origin: Origin, key: str) -> Freshness:
@@ -665,7 +677,7 @@ class UncachedMetadata:
     """
 
     def __init__(
-        self, source: MetadataSource = ORIGIN_METADATA, *, expire_elsewhere: Callable[[], None] = lambda: None
+        self, source: MetadataSource = ORIGIN_METADATA, *, expire_elsewhere: Callable[[bool], None] = lambda own: None
     ) -> None:
         self._source = source
         self._expire_elsewhere = expire_elsewhere
@@ -681,18 +693,19 @@ class UncachedMetadata:
 
     def invalidate(self, origin: Origin, *keys: str) -> None:
         try:
-            self._expire_elsewhere()
+            self._expire_elsewhere(True)
         finally:
-            self._source.changed(origin, keys)
+            if self._source.changed(origin, keys):
+                self._expire_elsewhere(True)
 
     def drop_outdated(self, origin: Origin, key: str) -> None:
-        self.invalidate(origin, key)
+        self._source.changed(origin, [key])
 
     def listing_root(self, origin: Origin, key: str) -> str | None:
         return None
 
     def invalidate_all(self) -> None:
-        self._expire_elsewhere()
+        self._expire_elsewhere(True)
 
     def remembered_directory(self, origin: Origin, prefix: str) -> bool:
         return False

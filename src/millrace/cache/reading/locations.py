@@ -25,6 +25,7 @@ from millrace.cache.metadata.page_map import Freshness
 from millrace.cache.metadata.pages import Transaction
 from millrace.errors import StorageError
 from millrace.events import Event, emit
+from millrace.origin import Origin
 from millrace.runtime.failures import LostDataError, disk_error, disk_errors
 from millrace.store.index import Index
 from millrace.store.maps import MapSlot, lost_or_failed
@@ -32,7 +33,7 @@ from millrace.store.records import Entry, ObjectName, object_id, page_number, pa
 from millrace.store.seals import slot_holds
 from millrace.store.segment_files import data_bytes
 from millrace.store.segments import SMALL_OBJECT_BYTES, appended_bytes
-from millrace.store.signals import Stamp
+from millrace.store.signals import CHANGE_ID, Stamp
 
 
 class FileLocation:
@@ -369,7 +370,7 @@ class LookupResult(NamedTuple):
     stamp: Stamp
 
 
-def look_up(disk: Disk, metadata: MetadataCache, identity: str, key: str, freshness: Freshness) -> LookupResult | None:
+def look_up(disk: Disk, metadata: MetadataCache, origin: Origin, key: str) -> LookupResult | None:
     """The memory of a completely cached object whose description is fresh in the index of `disk`.
 
     None if any step needs more than this: use the slow path. Raises `LostDataError` if its file is missing or truncated,
@@ -377,14 +378,17 @@ def look_up(disk: Disk, metadata: MetadataCache, identity: str, key: str, freshn
     """
     index = disk.store.index
     numbers = index.signals.numbers
-    removals, changes = numbers[0], numbers[1]  # from before anything is looked up
+    removals, changes = numbers[0], numbers[1]  # from before anything is looked up, also what is fresh
+    identity, freshness = origin.identity, metadata.freshness_of(origin, key)
     unpacked = metadata.unpacked(identity, key, changes, freshness)
     if unpacked is not None:
         size, version, until = unpacked
         entry, visible = index.get_as_of(object_id(identity, key, version, size))
     else:
         entry, visible, until = _look_up_in_index(index, metadata, identity, key, changes, freshness)
-    if entry is None or removals > visible or changes > visible:  # in the last cases a change is in progress
+    if (
+        entry is None or removals > visible or changes & CHANGE_ID > visible
+    ):  # in the last cases a change is in progress
         return None
     stamp = Stamp(removals, changes)
     sliced = disk.segment_maps.sealed(entry) if entry.place else None
@@ -402,7 +406,8 @@ def _look_up_in_index(
     def look(txn: Transaction) -> tuple[Entry | None, int, float]:
         visible = txn.id()
         # A page that may be about to change is not unpacked.
-        known = metadata.known_in(txn, identity, key, freshness, changes=changes if changes <= visible else None)
+        is_settled = changes & CHANGE_ID <= visible
+        known = metadata.known_in(txn, identity, key, freshness, changes=changes if is_settled else None)
         if known is None:
             return None, visible, 0.0
         description, until = known

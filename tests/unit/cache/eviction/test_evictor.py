@@ -552,7 +552,7 @@ def test_wait_for_a_block_that_counts_twice_lets_other_threads_evict(
 
     monkeypatch.setattr(evictor, "_replace", replace_for_another)
     monkeypatch.setattr("millrace.store.space._RESERVE_SECONDS", 300.0)
-    monkeypatch.setattr(space, "_wait_for", lambda released: is_waiting.set() or wait_for(released))
+    monkeypatch.setattr(space, "_wait_for", lambda *arguments: is_waiting.set() or wait_for(*arguments))
     name = ObjectName(origin.identity, "b/kept/0", "1")
 
     with ThreadPoolExecutor() as pool:

@@ -301,7 +301,7 @@ def test_invalidation_interrupted_on_another_disk_reaches_other_nodes(
             invalidated.extend(keys)
             return False
 
-    def interrupt() -> None:
+    def interrupt(own: bool) -> None:
         raise KeyboardInterrupt
 
     with contextlib.closing(NamedLocks(tmp_path / "locks")) as locks:

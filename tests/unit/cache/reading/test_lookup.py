@@ -7,12 +7,13 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.origins import MemoryOrigin
 
 from millrace.cache.metadata.metadata import MetadataCache
-from millrace.cache.metadata.page_map import PageMap, PageMemory
+from millrace.cache.metadata.page_map import Freshness, PageMap, PageMemory
 from millrace.cache.metadata.pages import (
     Page,
     description_in,
@@ -141,6 +142,25 @@ def test_object_that_needs_a_request_is_not_found(make_node: MakeNode, tmp_path:
     assert node.find_known(origin, key) is not None
     node.open_disks[0].failed = True
     assert node.find_known(origin, key) is None
+
+
+def test_lookup_while_metadata_expires_is_not_kept(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The freshness was read before the numbers, so the result was valid after the expiry."""
+    origin = filled(3)
+    key = keys_of(origin)[0]
+    node = make_node()
+    read(node, origin, key)
+    signals, freshness_of = node.open_disks[0].signals, MetadataCache.freshness_of
+
+    def expire_next(*arguments: Any) -> Freshness:
+        found = freshness_of(*arguments)
+        signals.expire_metadata(time.time())
+        return found
+
+    monkeypatch.setattr(MetadataCache, "freshness_of", expire_next)
+    found = node.find_known(origin, key)
+    assert found is not None
+    assert found.stamp.changes != signals.read().changes
 
 
 def test_lookup_during_a_change_finds_nothing(make_node: MakeNode) -> None:
