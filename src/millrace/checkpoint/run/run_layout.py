@@ -45,6 +45,7 @@ _NAME = re.compile(r"step-(\d{12})(?:-r([1-9]\d{0,8}))?", re.ASCII)
 _PART = re.compile(r"part-(\d+)-[0-9a-f]{32}\.millrace", re.ASCII)
 # Reading manifests over a network is mostly waiting.
 _THREADS = 8
+_WALKS = 20
 
 
 def checkpoint_name(step: int, revision: int = 0) -> str:
@@ -361,17 +362,40 @@ class _LocalPlace:
         self._storage, self._sync = storage, sync
 
     def walk(self, prefix: str) -> Iterator[Entry]:
-        for directory in self._storage.directories():
-            if not directory.name.startswith(prefix) or parse_name(directory.name) is None:
-                continue
-            files = self.open(directory.name).files()
-            for file in files:
-                yield Entry(directory.name, file, file.modified)
-            if not files:
-                yield Entry(directory.name, None, directory.modified)
+        for _ in range(_WALKS):
+            directories = self._directories(prefix)
+            files = {name: self.open(name).files() for name in directories}
+            if not self._has_newer(prefix, files):
+                break
+        else:
+            raise ChangedError(
+                f"{self._storage.url}: checkpoints are saved faster than they can be listed", next_step="try again"
+            )
+        for name, directory in directories.items():
+            yield from (Entry(name, file, file.modified) for file in files[name])
+            if not files[name]:
+                yield Entry(name, None, directory.modified)
         for file in self._storage.files():
             if file.name.startswith(prefix):
                 yield Entry("", file, file.modified)
+
+    def _directories(self, prefix: str) -> dict[str, StoredFile]:
+        return {
+            directory.name: directory
+            for directory in self._storage.directories()
+            if directory.name.startswith(prefix) and parse_name(directory.name) is not None
+        }
+
+    def _has_newer(self, prefix: str, listed: Mapping[str, Sequence[StoredFile]]) -> bool:
+        """Whether there may be a newer checkpoint: meanwhile a directory was created, or a save has become complete.
+
+        Directories are not listed at one moment. All checkpoints that were complete at first may be removed before their
+        files are listed, and then the run would seem to be empty.
+        """
+        if self._directories(prefix).keys() - listed.keys():
+            return True
+        unfinished = [name for name, files in listed.items() if all(file.name != MANIFEST_NAME for file in files)]
+        return any(MANIFEST_NAME in self.open(name).names() for name in unfinished)
 
     def open(self, directory: str) -> LocalStorage:
         return LocalStorage(os.path.join(self._storage.url, directory), sync=self._sync)

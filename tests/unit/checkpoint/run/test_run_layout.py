@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from millrace.checkpoint.run.run_info import info_of_manifest
 from millrace.checkpoint.run.run_layout import checkpoint_name, open_run, parse_name
 from millrace.checkpoint.storage.storage import LocalStorage
 from millrace.errors import (
+    ChangedError,
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
@@ -141,6 +144,65 @@ def test_scan_skips_checkpoints_removed_meanwhile(tmp_path, monkeypatch):
     found = run.scan()
     assert [each.step for each in found] == [0, 2, 3]
     assert [file.name for file in found[1].files] == left
+
+
+def after_directories(monkeypatch, run, action):
+    """Calls `action` each time the run's directories were listed, before their files are."""
+    directories = LocalStorage.directories
+
+    def then_act(self):
+        found = directories(self)
+        if self.url == run.url:
+            action()
+        return found
+
+    monkeypatch.setattr(LocalStorage, "directories", then_act)
+
+
+def test_scan_while_all_checkpoints_are_replaced_finds_the_new_one(tmp_path, monkeypatch):
+    """The run seemed to be empty, and a restore began anew."""
+    run, new = local_run(tmp_path / "run"), []
+    for step in (7, 8):
+        add_checkpoint(run, step)
+
+    def replace_all():
+        if new:
+            return
+        new.append(checkpoint_name(9))
+        add_checkpoint(run, 9)
+        for step in (7, 8):
+            shutil.rmtree(tmp_path / "run" / checkpoint_name(step))
+
+    after_directories(monkeypatch, run, replace_all)
+    assert complete(run) == new
+
+
+def test_scan_while_a_listed_save_replaces_all_checkpoints_finds_it(tmp_path, monkeypatch):
+    """It began again from an earlier step: its directory, which had no manifest yet, is listed before the others."""
+    run, new, names = local_run(tmp_path / "run"), checkpoint_name(5, 1), LocalStorage.names
+    for step in (7, 8):
+        add_checkpoint(run, step)
+    add_file(run, new, data_name())
+
+    def replaced_before(self):
+        if self.url.endswith(checkpoint_name(7)):
+            monkeypatch.setattr(LocalStorage, "names", names)
+            add_checkpoint(run, 5, revision=1)
+            for step in (7, 8):
+                shutil.rmtree(tmp_path / "run" / checkpoint_name(step))
+        return names(self)
+
+    monkeypatch.setattr(LocalStorage, "names", replaced_before)
+    assert complete(run) == [new]
+
+
+def test_scan_that_always_misses_newer_checkpoints_raises(tmp_path, monkeypatch):
+    run = local_run(tmp_path / "run")
+    steps = itertools.count()
+    after_directories(monkeypatch, run, lambda: add_file(run, checkpoint_name(next(steps)), data_name()))
+    monkeypatch.setattr(layout_module, "_WALKS", 3)
+    with pytest.raises(ChangedError, match="faster than they can be listed"):
+        run.scan()
 
 
 def test_highest_complete_revision_of_a_step_is_used(run):
