@@ -239,7 +239,7 @@ class CacheNode:
             others = (each for each in self.open_disks if each.store.directory == store and not is_own)
             other = next(others, None)
             try:
-                if other is None or not _is_cleared(other):
+                if other is None or not _clear_metadata(other):
                     expire_metadata(store, time.time())
             except MillraceError as error:
                 _process.unexpired.add(store)
@@ -476,7 +476,7 @@ class CacheNode:
         self._remove(disk, name)
 
 
-def _is_cleared(disk: Disk) -> bool:
+def _clear_metadata(disk: Disk) -> bool:
     """Drop all metadata on a disk; returns whether its index could be changed."""
     try:
         PageMap(disk.store.index).clear()

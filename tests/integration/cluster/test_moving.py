@@ -370,18 +370,24 @@ def test_restore_is_repeated_only_while_a_member_without_a_list_is_reachable(
     assert len(calls) == expected
 
 
-def test_restore_of_a_node_without_threads_does_not_delay_later_views(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (600.0,))
-    first, second, other, _ = (nodes.add(name, HERE, replicas=2) for name in "abcd")
-    calls = []
+def fail_restores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes each restore incomplete; returns the list to which it adds the node."""
+    calls: list[str] = []
 
     def failed(mover: Mover, me: str) -> MoveReport:
         calls.append(me)
         return MoveReport(failed_bytes=1)
 
     monkeypatch.setattr(Mover, "restore", failed)
+    return calls
+
+
+def test_restore_of_a_node_without_threads_does_not_delay_later_views(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (600.0,))
+    first, second, other, _ = (nodes.add(name, HERE, replicas=2) for name in "abcd")
+    calls = fail_restores(monkeypatch)
     with contextlib.closing(Moves(other.store, other.cluster, me="c")) as following:
         following.view_changed(nodes.views.view())
         monkeypatch.setattr(node_moves, "threading", SimpleNamespace(**{**vars(threading), "Thread": _no_threads}))
@@ -394,13 +400,7 @@ def test_restore_of_a_node_without_threads_does_not_delay_later_views(
 def test_only_the_newest_restore_is_repeated(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_moves, "_RESTORE_PAUSES_SECONDS", (0.3, 0.3))
     other, _ = (nodes.add(name, HERE, replicas=2) for name in "bc")
-    calls = []
-
-    def failed(mover: Mover, me: str) -> MoveReport:
-        calls.append(me)
-        return MoveReport(failed_bytes=1)
-
-    monkeypatch.setattr(Mover, "restore", failed)
+    calls = fail_restores(monkeypatch)
     with contextlib.closing(Moves(other.store, other.cluster, me="b")) as following:
         for _ in range(3):
             following.refill()

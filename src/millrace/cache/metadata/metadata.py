@@ -133,9 +133,8 @@ class MetadataCache:
             self._report_disk(error)  # this process then stops using it
             raise
         finally:
-            if (
-                not is_changed
-            ):  # such as by a stopped process that writes: the index still has the metadata of these keys
+            if not is_changed:
+                # The index still has the metadata of these keys, for example because a process that writes is stopped.
                 self._map.expire(self._clock())
             if written:
                 self._expire_elsewhere(not is_changed)

@@ -20,6 +20,7 @@ from tests.support.native import open_native
 from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.cache import catalog
+from millrace.cache.disk import Disk
 from millrace.cache.eviction.audit import Leftovers
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage import Tally
@@ -530,15 +531,22 @@ def test_threads_that_reserve_for_pins_at_once_all_get_the_space_that_they_free(
     assert used(node) == 0
 
 
+def full_disk_and_pin(make_node: Callable[..., CacheNode], count: int) -> tuple[Disk, Candidate]:
+    """A disk that is full with `count` objects, and a pinned candidate for the place of one of them."""
+    origin = ComputedOrigin(objects(count))
+    node = make_node(capacity=count * SIZE)
+    for key in objects(count):
+        read(node, origin, key)
+    catalog.pin(node, (origin.identity, "b/kept"))
+    name = ObjectName(origin.identity, "b/kept/0", "1")
+    return node.open_disks[0], Candidate(b"kept".ljust(16), SIZE, lambda: name, lambda: "b/kept")
+
+
 def test_wait_for_a_block_that_counts_twice_lets_other_threads_evict(
     make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    origin = ComputedOrigin(objects(4))
-    node = make_node(capacity=4 * SIZE)
-    for key in objects(4):
-        read(node, origin, key)
-    catalog.pin(node, (origin.identity, "b/kept"))
-    evictor, space = node.open_disks[0].evictor, node.open_disks[0].store.space
+    disk, candidate = full_disk_and_pin(make_node, 4)
+    evictor, space = disk.evictor, disk.store.space
     replace, wait_for, is_waiting = evictor._replace, space._wait_for, threading.Event()
 
     def replace_for_another(*arguments: Any) -> bool:
@@ -553,11 +561,9 @@ def test_wait_for_a_block_that_counts_twice_lets_other_threads_evict(
     monkeypatch.setattr(evictor, "_replace", replace_for_another)
     monkeypatch.setattr("millrace.store.space._RESERVE_SECONDS", 300.0)
     monkeypatch.setattr(space, "_wait_for", lambda *arguments: is_waiting.set() or wait_for(*arguments))
-    name = ObjectName(origin.identity, "b/kept/0", "1")
-
     with ThreadPoolExecutor() as pool:
         others_evict = pool.submit(evict_in_the_wait)
-        assert evictor.reserve(SIZE, Candidate(b"kept".ljust(16), SIZE, lambda: name, lambda: "b/kept"))
+        assert evictor.reserve(SIZE, candidate)
         assert others_evict.result(300)
 
 
@@ -566,12 +572,8 @@ def test_pin_whose_space_other_threads_take_waits_for_more(
 ) -> None:
     """After five such losses it was refused."""
     monkeypatch.setattr("millrace.cache.eviction.evictor._PIN_SECONDS", 300.0)  # however busy the machine is
-    origin = ComputedOrigin(objects(12))
-    node = make_node(capacity=12 * SIZE)
-    for key in objects(12):
-        read(node, origin, key)
-    catalog.pin(node, (origin.identity, "b/kept"))
-    evictor, space = node.open_disks[0].evictor, node.open_disks[0].store.space
+    disk, candidate = full_disk_and_pin(make_node, 12)
+    evictor, space = disk.evictor, disk.store.space
     replace, taken = evictor._replace, []
 
     def replace_for_another(*arguments: Any) -> bool:
@@ -582,8 +584,7 @@ def test_pin_whose_space_other_threads_take_waits_for_more(
 
     monkeypatch.setattr(evictor, "_replace", replace_for_another)
     monkeypatch.setattr("millrace.store.space._RESERVE_SECONDS", 0.0)
-    name = ObjectName(origin.identity, "b/kept/0", "1")
-    assert evictor.reserve(SIZE, Candidate(b"kept".ljust(16), SIZE, lambda: name, lambda: "b/kept"))
+    assert evictor.reserve(SIZE, candidate)
     assert taken == [True] * 8
 
 
