@@ -392,6 +392,8 @@ class _LocalPlace:
         Directories are not listed at one moment. All checkpoints that were complete at first may be removed before their
         files are listed, and then the run would seem to be empty.
         """
+        if prefix and not listed:  # of the run's own files, such as claims, which each save lists
+            return False
         if self._directories(prefix).keys() - listed.keys():
             return True
         unfinished = [name for name, files in listed.items() if all(file.name != MANIFEST_NAME for file in files)]
